@@ -1,0 +1,217 @@
+"""Which samples belong to a client: run config and node config -> indices. No tensor in sight.
+
+Two kinds of client:
+
+* A node whose node config has ``dataset.dir`` loads that private folder, whole. ``dataset.name`` in the node
+  config says what it holds (default ``npz``). Its official test part is its test part; without one,
+  ``dataset.test-fraction`` of its samples are.
+* Every other node takes part ``partition-id`` of the run config's data set, shared out over ``num-clients``
+  clients (0: over ``num-partitions`` of the node config), and splits it by ``dataset.test-fraction``.
+
+Partition and split depend on the run config's ``seed`` alone.
+"""
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple, TypeVar, cast
+
+import numpy as np
+
+from fedstrat.data import sources
+from fedstrat.data.partition import Indices, partition, split
+from fedstrat.errors import ConfigError, DataError
+from fedstrat.seeding import derive
+
+T = TypeVar("T", int, float, str)
+
+
+@dataclass(frozen=True, eq=False)
+class Assignment:
+    """One client's samples: indices of its train and its test part into a source."""
+
+    source: sources.Source
+    train: Indices
+    test: Indices
+
+
+def assign(run_config: Mapping[str, object], node_config: Mapping[str, object]) -> Assignment:
+    """Find a client's samples.
+
+    Args:
+        run_config: Flat, kebab-case: reads ``seed``, ``num-clients`` and ``dataset.*``.
+        node_config: Reads ``dataset.dir`` and ``dataset.name``, or ``partition-id`` and ``num-partitions``.
+
+    Raises:
+        ConfigError: A key of the run config is missing or has another type.
+        DataError: The data can't be read, the partition can't exist, or the node config doesn't say which
+            part this client holds.
+    """
+    fraction = setting(run_config, "dataset.test-fraction", float)
+    seed = setting(run_config, "seed", int)
+    if private := _private_folder(node_config):
+        source = sources.load(*private)
+        if source.num_train < len(source.y):
+            return Assignment(source, np.arange(source.num_train), np.arange(source.num_train, len(source.y)))
+        return Assignment(source, *split(np.arange(len(source.y)), fraction, derive(seed, "split")))
+    name = _node_text(node_config, "dataset.name") or setting(run_config, "dataset.name", str)
+    index, num_clients = _position(run_config, node_config)
+    parts = _parts(run_config, name, num_clients)
+    source = sources.load(name, setting(run_config, "dataset.dir", str))
+    return Assignment(source, *split(parts[index], fraction, derive(seed, "split", index)))
+
+
+def num_examples(run_config: Mapping[str, object], node_config: Mapping[str, object]) -> int:
+    """Return how many examples a client trains on; imports no torch for ``digits`` and ``npz``.
+
+    Raises:
+        ConfigError: As :func:`assign`.
+        DataError: As :func:`assign`.
+    """
+    return len(assign(run_config, node_config).train)
+
+
+def client_parts(run_config: Mapping[str, object], num_clients: int = 0) -> tuple[Indices, ...]:
+    """Return the samples, train and test, of every simulated client.
+
+    Called before a simulated run starts, it fetches the data set where need be and finds that a partition is
+    impossible.
+
+    Args:
+        run_config: As in :func:`assign`.
+        num_clients: How many clients there are; 0 takes the run config's ``num-clients``.
+
+    Raises:
+        ConfigError: As :func:`assign`.
+        DataError: As :func:`assign`.
+    """
+    number = num_clients or setting(run_config, "num-clients", int)
+    return _parts(run_config, setting(run_config, "dataset.name", str), number)
+
+
+def describe(
+    run_config: Mapping[str, object], node_config: Mapping[str, object] | None = None
+) -> tuple[tuple[int, ...], int]:
+    """Return the shape of one input and the number of classes, what a model is built from.
+
+    For the named sets nothing is read: the server of a deployment has no data. ``npz`` is read from the
+    ``dataset.dir`` of the node config, else of the run config.
+
+    Raises:
+        ConfigError: As :func:`assign`.
+        DataError: The name is unknown, or it is ``npz`` and this process has no folder to look into.
+    """
+    name = setting(run_config, "dataset.name", str)
+    if name in sources.NAMED:
+        known = sources.NAMED[name]
+        return known.input_shape, known.num_classes
+    directory = setting(run_config, "dataset.dir", str)
+    if name == "npz":
+        directory = _node_text(node_config or {}, "dataset.dir") or directory
+        if not directory or not sources.folder(name, directory).is_dir():
+            raise DataError(
+                "the model's input shape and number of classes come from the data set 'npz', but dataset.dir"
+                f" is {repr(directory) if directory else 'empty'}, no folder that this process can see; set"
+                " dataset.dir to a folder with a train.npz like the clients' (one row of x and y and"
+                " num_classes will do), or model.name to a factory of your own, my_package.module:Factory"
+            )
+    source = sources.load(name, directory)
+    return source.input_shape, source.num_classes
+
+
+def setting(run_config: Mapping[str, object], key: str, kind: type[T]) -> T:
+    """Read one key of a flat run config; an integer serves where a float is expected.
+
+    Raises:
+        ConfigError: It isn't there or has another type.
+    """
+    value = run_config.get(key)
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        value = float(value)
+    if not isinstance(value, kind) or isinstance(value, bool):
+        came = f"got {value!r}" if key in run_config else "it isn't there"
+        raise ConfigError(f"expected '{key}' of the run config to be {kind.__name__}, but {came}")
+    return value
+
+
+def _private_folder(node_config: Mapping[str, object]) -> tuple[str, str] | None:
+    directory = _node_text(node_config, "dataset.dir")
+    return (_node_text(node_config, "dataset.name") or "npz", directory) if directory else None
+
+
+def _node_text(node_config: Mapping[str, object], key: str) -> str:
+    value = node_config.get(key, "")
+    if not isinstance(value, str):
+        raise DataError(f"expected '{key}' of the node config to be text in quotes, but got {value!r}")
+    return value
+
+
+def _position(run_config: Mapping[str, object], node_config: Mapping[str, object]) -> tuple[int, int]:
+    """Return this client's place in the partition and over how many clients it goes."""
+    index, nodes = node_config.get("partition-id"), node_config.get("num-partitions")
+    num_clients = setting(run_config, "num-clients", int) or nodes
+    known = f"the node config holds {dict(node_config)}"
+    advice = (
+        "start the node with --node-config 'partition-id=0 num-partitions=3', ids from 0 up, or give it"
+        " private data with --node-config 'dataset.dir=\"/path\"'"
+    )
+    for key, value in (("partition-id", index), ("num-partitions", num_clients)):
+        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+            raise DataError(f"expected '{key}' in the node config, an integer from 0 up, but {known}; {advice}")
+    index, num_clients = cast("int", index), cast("int", num_clients)
+    if index >= num_clients:
+        source = "num-clients of the run config" if run_config["num-clients"] else "num-partitions"
+        raise DataError(
+            f"'partition-id' {index} of the node config asks for a part beyond the last: the data goes out"
+            f" over {num_clients} clients ({source}), ids 0 to {num_clients - 1}; {known}. Set num-clients"
+            f" to the number of nodes, or {advice}"
+        )
+    return index, num_clients
+
+
+class _Request(NamedTuple):
+    """All that a partition depends on."""
+
+    name: str
+    directory: str
+    files: tuple[tuple[str, int, int], ...]  # so that files that changed are partitioned anew
+    num_clients: int
+    scheme: str
+    alpha: float
+    classes_per_client: int
+    min_size: int
+    seed: int
+
+
+def _parts(run_config: Mapping[str, object], name: str, num_clients: int) -> tuple[Indices, ...]:
+    directory = setting(run_config, "dataset.dir", str)
+    has_files = name != "digits" and name in sources.SOURCES
+    return _cached_parts(
+        _Request(
+            name=name,
+            directory=directory,
+            files=sources.stamp(sources.folder(name, directory)) if has_files else (),
+            num_clients=num_clients,
+            scheme=setting(run_config, "dataset.partition", str),
+            alpha=setting(run_config, "dataset.alpha", float),
+            classes_per_client=setting(run_config, "dataset.classes-per-client", int),
+            min_size=setting(run_config, "dataset.min-size", int),
+            seed=setting(run_config, "seed", int),
+        )
+    )
+
+
+@functools.lru_cache(maxsize=8)
+def _cached_parts(request: _Request) -> tuple[Indices, ...]:
+    parts = partition(
+        sources.load(request.name, request.directory).y,
+        request.num_clients,
+        request.scheme,
+        alpha=request.alpha,
+        classes_per_client=request.classes_per_client,
+        min_size=request.min_size,
+        seed=request.seed,
+    )
+    for part in parts:
+        part.setflags(write=False)
+    return tuple(parts)
