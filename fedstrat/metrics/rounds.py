@@ -1,0 +1,55 @@
+"""What one round says about itself: the record behind a history line and the line on the screen."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from fedstrat.metrics.fairness import Fairness
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes of one round, both directions apart, training and evaluation apart.
+
+    ``payload`` is array data alone (what the papers' tables count); ``wire`` is every record as Flower counts
+    it, equal objects of a message once.
+    """
+
+    train_down_payload: int = 0
+    train_up_payload: int = 0
+    train_down_wire: int = 0
+    train_up_wire: int = 0
+    evaluate_down_wire: int = 0
+    evaluate_up_wire: int = 0
+
+
+@dataclass(frozen=True)
+class RoundReport:
+    """One finished round.
+
+    Attributes:
+        round: The round's number, from 1.
+        num_rounds: How many rounds the run has.
+        seconds: Wall time of the round.
+        aggregated: Whether the model moved; False when too few replies could be used.
+        trained: Ids of the clients whose replies were aggregated, in order.
+        failed: Client id -> why its reply could not be used.
+        train: Example-weighted means of the clients' training metrics.
+        diagnostics: Numbers of the algorithm itself, such as CRAFT's rank.
+        counts: Client id -> (correct, summed loss, examples) on its own test data; None when not evaluated.
+        fairness: The same, summarised over clients.
+        server: What ``evaluate_fn`` returned.
+        traffic: Bytes on the wire.
+    """
+
+    round: int
+    num_rounds: int
+    seconds: float
+    aggregated: bool
+    trained: tuple[str, ...] = ()
+    failed: Mapping[str, str] = field(default_factory=dict)
+    train: Mapping[str, float] = field(default_factory=dict)
+    diagnostics: Mapping[str, float] = field(default_factory=dict)
+    counts: Mapping[str, tuple[int, float, int]] | None = None
+    fairness: Fairness | None = None
+    server: Mapping[str, float] = field(default_factory=dict)
+    traffic: Traffic = field(default_factory=Traffic)
