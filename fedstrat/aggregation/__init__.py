@@ -1,0 +1,1 @@
+"""Mathematics shared by strategies: pure torch, no Flower."""

@@ -1,0 +1,66 @@
+"""Weighted means of client displacements, accumulated in float64."""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+Tensors = Mapping[str, torch.Tensor]
+
+
+def normalised(weights: Sequence[float]) -> list[float]:
+    """Scale non-negative weights to sum 1; uniform when all are zero."""
+    total = sum(weights)
+    return [w / total for w in weights] if total > 0 else [1.0 / len(weights)] * len(weights)
+
+
+def mean_delta(x: torch.Tensor, ys: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.Tensor:
+    """Return ``sum_i w_i (y_i - x)`` in float64, of x's shape.
+
+    The difference is taken before the sum, so clients that didn't move contribute exactly zero.
+    """
+    total = torch.zeros(x.shape, dtype=torch.float64)
+    base = x.to(torch.float64)
+    for y, weight in zip(ys, weights, strict=True):
+        total.add_(y.to(torch.float64) - base, alpha=weight)
+    return total
+
+
+def mean_deltas(params: Tensors, clients: Sequence[Tensors], weights: Sequence[float]) -> dict[str, torch.Tensor]:
+    """:func:`mean_delta` for every named tensor."""
+    return {name: mean_delta(x, [client[name] for client in clients], weights) for name, x in params.items()}
+
+
+def weighted_sum(terms: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.Tensor:
+    """Return ``sum_i w_i t_i`` in float64."""
+    total = torch.zeros(terms[0].shape, dtype=torch.float64)
+    for term, weight in zip(terms, weights, strict=True):
+        total.add_(term.to(torch.float64), alpha=weight)
+    return total
+
+
+def moved(params: Tensors, direction: Tensors, server_lr: float = 1.0) -> dict[str, torch.Tensor]:
+    """Return ``x + server_lr * direction`` in x's dtype, summed in float64."""
+    return {
+        name: x.to(torch.float64).add(direction[name].to(torch.float64), alpha=server_lr).to(x.dtype)
+        for name, x in params.items()
+    }
+
+
+def aggregate_buffers(
+    buffers: Tensors, clients: Sequence[Tensors], weights: Sequence[float]
+) -> dict[str, torch.Tensor]:
+    """Aggregate everything that isn't trained, by one rule for all methods.
+
+    Floating (and complex) buffers become the example-weighted mean, integers and booleans the maximum, so counters
+    such as ``num_batches_tracked`` keep their dtype. Buffers are never projected, extrapolated or given momentum.
+    """
+    result = {}
+    for name, old in buffers.items():
+        values = [client[name] for client in clients]
+        if old.is_complex():
+            result[name] = sum((w * (v - old) for v, w in zip(values, weights, strict=True)), start=old).to(old.dtype)
+        elif old.is_floating_point():
+            result[name] = (old.to(torch.float64) + mean_delta(old, values, weights)).to(old.dtype)
+        else:
+            result[name] = torch.stack([v.contiguous() for v in values]).amax(0) if old.numel() else old
+    return result

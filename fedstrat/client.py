@@ -1,0 +1,195 @@
+"""A ClientApp's handlers in one line each: ``train``, ``evaluate``, ``query``.
+
+torch is imported inside the handlers that need it, so a query is answered without it.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
+
+from fedstrat.errors import ConfigError
+from fedstrat.flower import client_id
+
+if TYPE_CHECKING:
+    import torch
+
+    from fedstrat.local.rule import LossFunction
+
+
+def train(
+    msg: Message,
+    context: Context,
+    model: "torch.nn.Module",
+    loader: Iterable[Any],
+    *,
+    loss_fn: "LossFunction | None" = None,
+    lr: float | None = None,
+    epochs: int | None = None,
+    batch_hook: Callable[[Any], Any] | None = None,
+) -> Message:
+    """Answer a training message: load, train under the message's algorithm, reply.
+
+    Args:
+        msg: The training message of a fedstrat Strategy.
+        context: The ClientApp's context; its run config may hold ``train.momentum``, ``train.weight-decay``,
+            ``train.clip-norm``, ``train.lr-schedule``, ``train.lr-decay``, ``train.device`` and ``train.threads``.
+        model: The model.
+        loader: Yields batches (x, y); re-iterable. ``loader.num_examples`` or ``len(loader.dataset)`` is n_i.
+        loss_fn: Mean loss of a batch; cross-entropy by default.
+        lr: Learning rate; None reads ``lr`` of the message's config, then ``train.lr`` of the run config (on its
+            schedule).
+        epochs: Local epochs; None reads ``local-epochs`` or ``epochs``, then ``train.local-epochs``.
+        batch_hook: Sees every batch before it is used; what it returns (if not None) takes its place.
+
+    Raises:
+        ConfigError: No learning rate or number of epochs anywhere.
+        PayloadError: The message doesn't fit the model.
+    """
+    from fedstrat.local import loop  # noqa: PLC0415
+    from fedstrat.local.device import threads  # noqa: PLC0415
+    from fedstrat.local.session import LocalSession  # noqa: PLC0415
+
+    run = context.run_config
+    loss_fn = loss_fn or _cross_entropy()
+    _to_device(model, run)
+    with threads(_threads(run)), LocalSession(msg, context, model) as session:
+        num_examples = examples_of(loader)
+        if session.lost or num_examples == 0:
+            return session.reply(num_examples)
+        optimizer = session.optimizer(
+            lr=_lr(lr, session.config, run, session.server_round),
+            momentum=float(run.get("train.momentum", 0.0)),
+            weight_decay=float(run.get("train.weight-decay", 0.0)),
+            clip_norm=float(run.get("train.clip-norm", 0.0)),
+        )
+        passes = int(_first(epochs, session.config, run, "epochs", ("local-epochs", "epochs"), "train.local-epochs"))
+        for call in ("full_gradient", "loss_before"):
+            if call in session.rule.needs_calls:
+                getattr(session, call)(loader, loss_fn)
+        loss = loop.train_epochs(
+            model,
+            loader,
+            optimizer,
+            session.rule,
+            loss_fn=loss_fn,
+            epochs=0 if session.rule.done else passes,
+            stop=lambda: session.should_stop(loader, loss_fn),
+            batch_hook=batch_hook,
+        )
+        return session.reply(num_examples, {} if loss is None else {"train-loss": loss})
+
+
+def evaluate(
+    msg: Message,
+    context: Context,
+    model: "torch.nn.Module",
+    loader: Iterable[Any],
+    *,
+    loss_fn: "LossFunction | None" = None,
+) -> Message:
+    """Answer an evaluation message with counts: ``num-examples``, ``num-correct``, ``loss-sum``.
+
+    Args:
+        msg: The evaluation message.
+        context: The ClientApp's context.
+        model: The model.
+        loader: Yields batches (x, y) of this client's test data; may be empty.
+        loss_fn: Mean loss of a batch; cross-entropy by default.
+    """
+    from fedstrat.local import loop  # noqa: PLC0415
+    from fedstrat.local.device import threads  # noqa: PLC0415
+    from fedstrat.local.session import model_record  # noqa: PLC0415
+    from fedstrat.payloads import load_arrays  # noqa: PLC0415
+
+    run = context.run_config
+    _to_device(model, run)
+    with threads(_threads(run)):
+        load_arrays(model, model_record(msg))
+        correct, loss_sum, seen = loop.evaluate(model, loader, loss_fn=loss_fn or _cross_entropy())
+    metrics = MetricRecord({"num-examples": seen, "num-correct": correct, "loss-sum": loss_sum})
+    return Message(RecordDict({"metrics": metrics, "client": _about(context)}), reply_to=msg)
+
+
+def query(msg: Message, context: Context, *, num_examples: Callable[[], int] | int | None = None) -> Message:
+    """Answer a query with this client's id, without importing torch.
+
+    Args:
+        msg: The query.
+        context: The ClientApp's context.
+        num_examples: Training examples of this client, or a function that counts them; called only when asked.
+    """
+    about = _about(context)
+    asked = any(bool(c.get("fedstrat.need-num-examples")) for c in msg.content.config_records.values())
+    if asked and num_examples is not None:
+        about["num-examples"] = num_examples() if callable(num_examples) else num_examples
+    return Message(RecordDict({"client": about}), reply_to=msg)
+
+
+def examples_of(loader: Iterable[Any]) -> int:
+    """Count a loader's examples: its ``num_examples``, else its dataset's length, else by going through it."""
+    counted = getattr(loader, "num_examples", None)
+    if isinstance(counted, int):
+        return counted
+    dataset = getattr(loader, "dataset", None)
+    if dataset is not None:
+        return len(dataset)
+    return sum(len(y) for _, y in loader)
+
+
+def _about(context: Context) -> ConfigRecord:
+    return ConfigRecord({"client-id": client_id(context)})
+
+
+def _cross_entropy() -> "LossFunction":
+    import torch  # noqa: PLC0415
+
+    return torch.nn.functional.cross_entropy
+
+
+def _to_device(model: "torch.nn.Module", run: Mapping[str, Any]) -> None:
+    from fedstrat.local.device import choose_device  # noqa: PLC0415
+
+    if "train.device" in run:
+        model.to(choose_device(str(run["train.device"])))
+
+
+def _threads(run: Mapping[str, Any]) -> int | None:
+    count = run.get("train.threads")
+    return int(count) if count else None
+
+
+def _lr(given: float | None, config: Mapping[str, Any], run: Mapping[str, Any], server_round: int) -> float:
+    from fedstrat.local.schedule import scheduled_lr  # noqa: PLC0415
+
+    lr = float(_first(given, config, run, "lr", ("lr",), "train.lr"))
+    if given is not None or "lr" in config:
+        return lr
+    return scheduled_lr(
+        lr,
+        str(run.get("train.lr-schedule", "constant")),
+        server_round,
+        decay=float(run.get("train.lr-decay", 1.0)),
+        num_rounds=int(run.get("num-server-rounds", 0)),
+    )
+
+
+def _first(
+    given: Any,
+    config: Mapping[str, Any],
+    run: Mapping[str, Any],
+    name: str,
+    keys: tuple[str, ...],
+    run_key: str,
+) -> Any:
+    if given is not None:
+        return given
+    for key in keys:
+        if key in config:
+            return config[key]
+    if run_key in run:
+        return run[run_key]
+    raise ConfigError(
+        f"fedstrat.train: no {name}; pass {name}=…, or put '{keys[0]}' into train_config, or '{run_key}' into the"
+        " run config"
+    )

@@ -1,0 +1,128 @@
+"""LocalRule: what an algorithm does on the client, as hooks of one loop.
+
+The hooks in the order in which they run; all but ``start`` and ``finish`` are no-ops by default:
+
+    start(params, received, state)       once, after the received model was loaded
+      per batch:
+        loss(model, x, y, loss_fn)       the objective (our own loop only)
+        backward(again)                  after the gradient g_i(y) is there; SAM's second pass lives here
+          + weight decay, then clipping  done by RuleOptimizer: on the raw gradient, before any correction
+        correct_gradients()              control variates, proximal term, mixing with a direction
+          base optimizer's step
+        after_step()
+      per epoch:
+        should_stop(full_gradient)       gamma-inexact stopping
+    finish() -> (payload, next_state)    what travels beside the model, and what this client remembers
+
+Weight decay is added to the raw gradient, and the raw gradient is clipped, BEFORE the correction: after it, the
+identities behind SCAFFOLD's option 2 and FedVSSAM's server step would break.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Generic, TypeAlias, TypeVar
+
+import torch
+
+Tensors: TypeAlias = Mapping[str, torch.Tensor]
+LossFunction: TypeAlias = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+FullGradient: TypeAlias = Callable[[], Tensors]
+
+Received = TypeVar("Received")
+Sent = TypeVar("Sent")
+
+
+@dataclass
+class LocalRule(Generic[Received, Sent]):
+    """Base of the local rules. A subclass is a dataclass whose fields are the hyper-parameters it needs.
+
+    Attributes:
+        params: The model's trainable parameters by name, live.
+        initial: Their values as received, x (detached copies; only where ``keeps_initial``).
+        num_steps: Local steps taken so far, K_i (a step that a GradScaler skipped doesn't count).
+        lr_sums: Per parameter, the sum of the learning rates of those steps.
+        weight_decays: Per parameter, lambda of the optimizer, which is part of f_i.
+    """
+
+    receives: ClassVar[type[Any] | None] = None
+    """Payload type that comes beside the model; None where nothing does."""
+    keeps_state: ClassVar[bool] = False
+    """Whether the client remembers something that depends on what the server accepted."""
+    passes: ClassVar[int] = 1
+    """Gradient evaluations of a step; 2 needs ``optimizer.step(closure)``."""
+    keeps_initial: ClassVar[bool] = False
+    """Whether the rule needs a copy of the received parameters."""
+    acts_on_all: ClassVar[bool] = False
+    """Whether it moves every parameter, also those that the batch's loss doesn't reach."""
+    refuses_momentum: ClassVar[str | None] = None
+    """Why the base optimizer must be SGD without momentum; None where any optimizer will do."""
+    one_lr: ClassVar[bool] = False
+    """Whether all parameters must share one learning rate, because the server divides by its sum."""
+    done = False
+    """Whether there is nothing to train: the received model already solves the local problem."""
+
+    def begin(self, params: dict[str, torch.nn.Parameter], received: Received, state: Tensors | None) -> None:
+        """Called by the session: keep what every rule needs, then :meth:`start`."""
+        self.params = params
+        self.num_steps = 0
+        self.lr_sums = dict.fromkeys(params, 0.0)
+        self.weight_decays = dict.fromkeys(params, 0.0)
+        # A list of detached copies, not a generator: it is read at every step.
+        self.initial = {n: p.detach().clone() for n, p in params.items()} if self.keeps_initial else {}
+        self.start(received, state)
+
+    @property
+    def needs_calls(self) -> tuple[str, ...]:
+        """Session calls that a training loop must make: of full_gradient, should_stop, loss_before."""
+        return ()
+
+    @property
+    def lr_sum(self) -> float:
+        """Lambda_i, the sum of the learning rates of the steps taken."""
+        return next(iter(self.lr_sums.values()), 0.0)
+
+    def start(self, received: Received, state: Tensors | None) -> None:
+        """Take what came beside the model, and this client's state (None at its first participation)."""
+
+    def loss(self, model: torch.nn.Module, x: Any, y: Any, loss_fn: LossFunction) -> torch.Tensor:
+        """Return the objective of one batch."""
+        return loss_fn(model(x), y)
+
+    def backward(self, again: Callable[[], None]) -> None:
+        """Change ``p.grad`` after the first pass; ``again()`` evaluates it anew on the same batch."""
+
+    def correct_gradients(self) -> None:
+        """Correct ``p.grad`` after weight decay and clipping."""
+
+    def after_step(self) -> None:
+        """Called after the base optimizer's step."""
+
+    def should_stop(self, full_gradient: FullGradient) -> bool:
+        """Whether to stop at this epoch's end; ``full_gradient()`` is the gradient over all local data."""
+        del full_gradient
+        return False
+
+    def prepare(self, full_gradient: FullGradient) -> None:
+        """Called before the first step where ``needs_calls`` holds ``full_gradient``."""
+
+    def finish(self) -> tuple[Sent | None, Tensors | None]:
+        """Return what travels beside the model, and the next state (None: nothing of either)."""
+        return None, None
+
+    def with_decay(self, gradient: Tensors, at: Tensors) -> dict[str, torch.Tensor]:
+        """Return ``gradient + lambda y``: the gradient of f_i with its weight decay, at ``at``."""
+        return {n: g.add(at[n].detach(), alpha=self.weight_decays[n]) for n, g in gradient.items()}
+
+    @property
+    def trainable(self) -> list[tuple[str, torch.nn.Parameter, torch.Tensor]]:
+        """(name, parameter, gradient) of every parameter that has a gradient."""
+        return [(n, p, p.grad) for n, p in self.params.items() if p.grad is not None]
+
+
+def global_norm(tensors: list[torch.Tensor]) -> torch.Tensor:
+    """One L2 norm over all tensors together, as a 0-dim tensor (no host sync)."""
+    if not tensors:
+        return torch.zeros(())
+    norms = torch._foreach_norm(tensors)  # noqa: SLF001 - the fused form
+    norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms))
+    return norm

@@ -1,0 +1,233 @@
+"""LocalSession: message in, reply out, around any training loop, ours or the user's."""
+
+import math
+from collections.abc import Iterable, Mapping
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
+
+from fedstrat.errors import PayloadError, RuleError, nearest
+from fedstrat.flower import client_id
+from fedstrat.local import loop
+from fedstrat.local.optimizer import RuleOptimizer
+from fedstrat.local.rule import LocalRule, LossFunction
+from fedstrat.local.state import StateLostError, open_store, settle
+from fedstrat.naming import snake
+from fedstrat.payloads import load_arrays, to_arrays
+from fedstrat.seeding import derive
+
+_PREFIX = "fedstrat."
+_PLUMBING = {"algorithm", "experiment-id", "accepted-round", "pack-content", "seed"}
+
+
+class LocalSession:
+    """One client's part of one training round.
+
+    ``with LocalSession(msg, context, model) as session:`` loads the received weights into the model, finds the
+    algorithm's local rule in the message and this client's state in its store. Leaving the block by an exception
+    changes nothing that is remembered.
+
+    Args:
+        msg: The training message of a fedstrat Strategy.
+        context: The ClientApp's context.
+        model: The model; its ``state_dict`` must have the received names, shapes and dtypes.
+
+    Attributes:
+        config: The user's part of the message's config.
+        client: This client's id.
+        server_round: The round.
+        lost: Whether state that the server counts on is gone; the reply then says so and carries no update.
+    """
+
+    def __init__(self, msg: Message, context: Context, model: torch.nn.Module) -> None:
+        self._message, self._context, self._model = msg, context, model
+        whole = _config(msg)
+        self._own = {k.removeprefix(_PREFIX): v for k, v in whole.items() if k.startswith(_PREFIX)}
+        self.config: dict[str, Any] = {k: v for k, v in whole.items() if not k.startswith(_PREFIX)}
+        self.client = client_id(context)
+        self.server_round = int(whole["server-round"])  # type: ignore[arg-type]
+        self.rule = _rule(str(self._own["algorithm"]), self._own)
+        self.lost = False
+        self._optimizer: RuleOptimizer | None = None
+        self._called: set[str] = set()
+        self._loss_before = math.nan
+
+    @property
+    def seed(self) -> int | None:
+        """This client's seed of this round, from (run seed, client, round); None where the strategy has no seed."""
+        seed = self._own.get("seed")
+        return None if seed is None else derive(int(seed), "client", self.client, self.server_round)  # type: ignore[arg-type]
+
+    def __enter__(self) -> Self:
+        self._randomness = torch.get_rng_state()
+        if self.seed is not None:
+            torch.manual_seed(self.seed)
+        params = {n: p for n, p in self._model.named_parameters() if p.requires_grad}
+        received_type = self.rule.receives
+        extras = received_type.__dataclass_fields__ if received_type else {}
+        received = self._receive_extra(received_type, params)
+        records = {n: r for n, r in self._message.content.array_records.items() if snake(n) not in extras}
+        if len(records) != 1:
+            raise PayloadError(
+                f"round {self.server_round}: expected one ArrayRecord with the model, but got {sorted(records)}"
+            )
+        load_arrays(self._model, next(iter(records.values())))
+        state = None
+        if self.rule.keeps_state:
+            self._store = open_store(self._context, str(self._own["experiment-id"]), self.client)
+            try:
+                state = settle(self._store, int(self._own["accepted-round"]))  # type: ignore[arg-type]
+            except StateLostError:
+                self.lost = True
+        self.rule.begin(params, received, state)
+        return self
+
+    def _receive_extra(self, payload: type[Any] | None, params: Mapping[str, torch.nn.Parameter]) -> Any:
+        if payload is None:
+            return None
+        for name, record in self._message.content.array_records.items():
+            if snake(name) in payload.__dataclass_fields__ and set(record) != set(params):
+                theirs, ours = sorted(set(record) - set(params)), sorted(set(params) - set(record))
+                raise RuleError(
+                    f"round {self.server_round}, record '{name}': the server trains {theirs}, which this model doesn't,"
+                    f" and this model trains {ours}, which the server doesn't; pass trainable=… to the strategy, or"
+                    " freeze the same layers on both sides"
+                )
+        like = {n: p.detach() for n, p in params.items()}
+        extra = payload.decode(self._message.content, like, "the server must run the same algorithm's Strategy")
+        device = next(iter(params.values())).device if params else torch.device("cpu")
+        return payload(
+            **{f: {n: t.to(device) for n, t in getattr(extra, f).items()} for f in payload.__dataclass_fields__}
+        )
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        torch.set_rng_state(self._randomness)
+
+    def optimizer(
+        self,
+        lr: float | None = None,
+        *,
+        base: torch.optim.Optimizer | None = None,
+        momentum: float = 0.0,
+        weight_decay: float = 0.0,
+        clip_norm: float = 0.0,
+    ) -> RuleOptimizer:
+        """Return the optimizer that runs the rule: plain SGD, or around your own ``base``.
+
+        Args:
+            lr: Learning rate eta_l of plain SGD, >= 0.
+            base: Your optimizer, where the rule allows it (errors say why not).
+            momentum: Momentum of plain SGD, in [0, 1), where the rule allows it.
+            weight_decay: lambda, added to the raw gradient, >= 0.
+            clip_norm: Bound of the raw gradient's norm; 0 is off.
+
+        Raises:
+            RuleError: Neither or both of ``lr`` and ``base``, or a base that the rule can't honour.
+        """
+        if (lr is None) == (base is None):
+            raise RuleError("session.optimizer: give either lr=… (plain SGD) or base=… (your own optimizer)")
+        if base is None:
+            # A model without trainable parameters still takes part: it takes no step.
+            params = list(self.rule.params.values()) or [torch.nn.Parameter(torch.zeros(1), requires_grad=False)]
+            base = torch.optim.SGD(params, lr=float(lr), momentum=momentum)  # type: ignore[arg-type]
+        buffers = list(self._model.buffers())
+        self._optimizer = RuleOptimizer(
+            base, self.rule, weight_decay=weight_decay, clip_norm=clip_norm, buffers=buffers
+        )
+        return self._optimizer
+
+    def full_gradient(self, loader: Iterable[Any], loss_fn: LossFunction) -> None:
+        """Evaluate ``grad f_i(x)`` over all local data before the first step, where the rule needs it."""
+        if "full_gradient" not in self.rule.needs_calls:
+            return  # a loop may always make the call; it costs nothing elsewhere
+        self.rule.prepare(lambda: loop.full_gradient(self._model, self.rule.params, loader, loss_fn))
+        self._called.add("full_gradient")
+
+    def should_stop(self, loader: Iterable[Any], loss_fn: LossFunction) -> bool:
+        """Whether the rule stops local training here; ask at the end of every epoch."""
+        self._called.add("should_stop")
+        return self.rule.should_stop(lambda: loop.full_gradient(self._model, self.rule.params, loader, loss_fn))
+
+    def loss_before(self, loader: Iterable[Any], loss_fn: LossFunction) -> float:
+        """Evaluate the mean local loss F_i(x) at the received model; travels as ``loss-before``."""
+        _, loss_sum, seen = loop.evaluate(self._model, loop.plain(loader), loss_fn=loss_fn)
+        self._loss_before = loss_sum / max(seen, 1)
+        self._called.add("loss_before")
+        return self._loss_before
+
+    def reply(self, num_examples: int, metrics: Mapping[str, Any] | None = None) -> Message:
+        """Finish the rule and build the reply; new state stays pending until the server accepts it.
+
+        Args:
+            num_examples: Training examples of this client, >= 0.
+            metrics: Further numbers (or lists of numbers) for the server's training metrics.
+
+        Raises:
+            RuleError: The loop left out a call that the rule needs.
+        """
+        about: dict[str, Any] = {
+            "client-id": self.client,
+            "trained-round": self.server_round,
+            "state": "lost" if self.lost else "ok",
+        }
+        numbers: dict[str, Any] = {
+            "num-examples": num_examples,
+            "num-steps": self.rule.num_steps,
+            "lr-sum": self.rule.lr_sum,
+            **(metrics or {}),
+        }
+        if math.isfinite(self._loss_before):
+            numbers["loss-before"] = self._loss_before
+        if self._own["accepted-round"] == 0:
+            about["trainable"] = list(self.rule.params)
+        content = RecordDict({"metrics": MetricRecord(numbers), "client": ConfigRecord(about)})
+        if self.lost:
+            return Message(content, reply_to=self._message)
+        for needed in self.rule.needs_calls:
+            if needed not in self._called and self.rule.num_steps > 0:
+                when = "at the end of every epoch" if needed == "should_stop" else "before the first step"
+                raise RuleError(
+                    f"{type(self.rule).__name__} with these settings needs session.{needed}(loader, loss_fn) {when} of"
+                    " the training loop; add the call, or use fedstrat.train(msg, context, model, loader)"
+                )
+        extra, state = self.rule.finish()
+        if state is not None:
+            self._store.write("pending", state, self.server_round)
+        content["arrays"] = to_arrays(self._model)
+        for name, record in (extra.encode() if extra is not None else {}).items():
+            content[name] = record
+        return Message(content, reply_to=self._message)
+
+
+def _config(msg: Message) -> ConfigRecord:
+    for record in msg.content.config_records.values():
+        if f"{_PREFIX}algorithm" in record:
+            return record
+    raise PayloadError(
+        "the message names no algorithm (no 'fedstrat.algorithm' in a ConfigRecord); LocalSession and fedstrat.train"
+        " answer Strategies of fedstrat: use one on the server"
+    )
+
+
+def _rule(algorithm: str, own: Mapping[str, Any]) -> LocalRule[Any, Any]:
+    from fedstrat.strategies import ALGORITHMS  # noqa: PLC0415 - strategies import the rules' base
+
+    if algorithm not in ALGORITHMS:
+        raise RuleError(
+            f"the server runs '{algorithm}', which this client doesn't know{nearest(algorithm, ALGORITHMS)} Install the"
+            " same fedstrat on both sides, or register your own:"
+            " fedstrat.strategies.ALGORITHMS[name] = Algorithm(Strategy, Rule)"
+        )
+    return ALGORITHMS[algorithm].rule(**{snake(k): v for k, v in own.items() if k not in _PLUMBING})
+
+
+def model_record(msg: Message) -> Any:
+    """The one ArrayRecord of an evaluation message."""
+    records = msg.content.array_records
+    if len(records) != 1:
+        raise PayloadError(f"expected one ArrayRecord with the model, but got {sorted(records)}")
+    return next(iter(records.values()))

@@ -1,0 +1,383 @@
+"""What messages hold: tensors as Flower Arrays, the layout of a model, and the typed payloads of the algorithms.
+
+Decoding is zero-copy: a tensor is a read-only view of the received bytes wherever their layout allows it.
+Declared shapes are checked against the number of bytes before anything is allocated, and nothing is unpickled.
+"""
+
+import dataclasses
+import io
+import math
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Generic, Self, TypeVar
+
+import numpy as np
+import torch
+from flwr.app import Array, ArrayRecord, RecordDict
+
+from fedstrat.errors import ConfigError, PayloadError, nearest
+from fedstrat.naming import kebab
+
+Params = Mapping[str, torch.Tensor]
+"""Named tensors in a fixed order. Never written to after they were handed over."""
+
+RAW = "fedstrat.raw"
+"""Serialisation type of our own records: little-endian C-order bytes, dtype named as in torch.
+
+Code that doesn't know it fails loudly, instead of, say, clipping a control variate as if it were weights."""
+
+_NUMPY = "numpy.ndarray"
+_MAX_NPY_HEADER = 10_000
+_NAMES = ("float16", "bfloat16", "float32", "float64", "int8", "int16", "int32", "int64", "uint8", "bool",
+          "float8_e4m3fn", "float8_e5m2", "complex64", "complex128")  # fmt: skip
+_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in _NAMES}
+_WITHOUT_NUMPY = {torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2}
+
+
+# --- tensors <-> Arrays ----------------------------------------------------------------------------------
+
+
+def raw_array(tensor: torch.Tensor) -> Array:
+    """Encode a tensor of any dtype as an Array of our own serialisation type (one copy)."""
+    plain = tensor.detach().cpu().contiguous()
+    data = plain.reshape(-1).view(torch.uint8).numpy().tobytes() if plain.numel() else b""
+    return Array(str(plain.dtype).removeprefix("torch."), tuple(plain.shape), RAW, data)
+
+
+def numpy_array(tensor: torch.Tensor) -> Array:
+    """Encode a tensor as every Flower app does (npy); dtypes that NumPy doesn't have become :func:`raw_array`."""
+    plain = tensor.detach().cpu().contiguous()
+    if plain.dtype in _WITHOUT_NUMPY:
+        return raw_array(plain)
+    ndarray: np.ndarray[Any, Any] = plain.numpy()
+    header = io.BytesIO()
+    np.lib.format.write_array_header_1_0(header, np.lib.format.header_data_from_array_1_0(ndarray))
+    data = b"".join((header.getvalue(), ndarray.reshape(-1).data.cast("B") if ndarray.size else b""))
+    return Array(str(ndarray.dtype), tuple(ndarray.shape), _NUMPY, data)
+
+
+def view(array: Array, what: str) -> torch.Tensor:
+    """Decode an Array without copying, as a read-only tensor.
+
+    Args:
+        array: A received Array, npy or :data:`RAW`.
+        what: Its name in errors, for example ``"arrays/conv1.weight"``.
+
+    Raises:
+        PayloadError: Bytes, dtype and declared shape contradict each other, or the serialisation is unknown.
+    """
+    shape = tuple(array.shape)
+    if any(not isinstance(n, int) or n < 0 for n in shape):
+        raise PayloadError(f"{what}: expected a shape of non-negative integers, but got {shape}")
+    if array.stype == RAW:
+        dtype = _DTYPES.get(array.dtype)
+        if dtype is None:
+            raise PayloadError(f"{what}: expected a dtype of {', '.join(_NAMES)}, but got '{array.dtype}'")
+        _check_size(what, shape, dtype.itemsize, len(array.data))
+        if not array.data:
+            return torch.empty(shape, dtype=dtype)
+        return _readonly(torch.frombuffer, array.data, dtype=dtype).reshape(shape)
+    if array.stype != _NUMPY:
+        raise PayloadError(f"{what}: expected serialisation '{_NUMPY}' or '{RAW}', but got '{array.stype}'")
+    return _view_npy(array, shape, what)
+
+
+def _view_npy(array: Array, shape: tuple[int, ...], what: str) -> torch.Tensor:
+    data = memoryview(array.data)
+    try:
+        head = io.BytesIO(data[: _MAX_NPY_HEADER + 12])
+        version = np.lib.format.read_magic(head)
+        read = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}[version]
+        found, fortran, dtype = read(head, max_header_size=_MAX_NPY_HEADER)
+    except (ValueError, KeyError, TypeError, SyntaxError, EOFError, RecursionError, MemoryError) as error:
+        raise PayloadError(f"{what}: the bytes aren't a readable npy array ({error})") from None
+    if found != shape or dtype.hasobject or dtype.names or dtype.subdtype or str(dtype) != array.dtype:
+        raise PayloadError(
+            f"{what}: declared as {array.dtype}{list(shape)}, but its bytes say {dtype}{list(found)}; expected the same"
+        )
+    _check_size(what, shape, dtype.itemsize, len(data) - head.tell())
+    flat = np.frombuffer(data[head.tell() :], dtype=dtype)
+    ordered = flat.reshape(shape[::-1]).T if fortran else flat.reshape(shape)
+    try:
+        native = np.require(ordered, dtype.newbyteorder("="), "C")
+        return _readonly(torch.from_numpy, native)
+    except TypeError:
+        raise PayloadError(f"{what}: torch has no dtype for {dtype}; send a floating or integer array") from None
+
+
+def _check_size(what: str, shape: tuple[int, ...], itemsize: int, num_bytes: int) -> None:
+    # Python integers: a huge declared shape neither overflows nor allocates.
+    expected = math.prod(shape) * itemsize
+    if expected != num_bytes:
+        raise PayloadError(
+            f"{what}: shape {list(shape)} needs {expected} bytes, but {num_bytes} came; it was cut or mislabelled"
+        )
+
+
+def _readonly(convert: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
+    # The one place that may silence this warning: decoded tensors are never written to.
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The given (buffer|NumPy array) is not writable")
+        return convert(*args, **kwargs)
+
+
+def decode(record: ArrayRecord, what: str) -> dict[str, torch.Tensor]:
+    """Decode every Array of a record, in its order."""
+    return {name: view(array, f"{what}/{name}") for name, array in record.items()}
+
+
+# --- models <-> ArrayRecords -----------------------------------------------------------------------------
+
+
+def to_arrays(model: torch.nn.Module | Params) -> ArrayRecord:
+    """Encode a model's whole ``state_dict`` (or named tensors), bfloat16 included.
+
+    Args:
+        model: A module, or a mapping name -> tensor.
+
+    Returns:
+        An ArrayRecord with every key of the ``state_dict``, in its order.
+    """
+    tensors = model.state_dict() if isinstance(model, torch.nn.Module) else model
+    return ArrayRecord({name: numpy_array(tensor) for name, tensor in tensors.items()})
+
+
+def load_arrays(model: torch.nn.Module, record: ArrayRecord) -> None:
+    """Load a received ArrayRecord into a model, strictly.
+
+    Raises:
+        PayloadError: Names, shapes or dtypes differ from the model's, or an Array can't be decoded.
+    """
+    own, received = model.state_dict(), decode(record, "arrays")
+    check_like(received, own, "arrays", owner="this model")
+    with torch.no_grad():
+        for name, tensor in received.items():
+            own[name].copy_(tensor)
+
+
+def check_like(got: Params, expected: Params, what: str, *, owner: str, finite: bool = False) -> None:
+    """Check names, shapes, dtypes and, if asked, finiteness of named tensors.
+
+    Raises:
+        PayloadError: The first difference, with its record and entry.
+    """
+    for name in expected:
+        if name not in got:
+            raise PayloadError(f"{what}: '{name}' is missing; {owner} has {len(expected)} arrays, {len(got)} came")
+    for name, tensor in got.items():
+        if name not in expected:
+            raise PayloadError(f"{what}: {owner} has no array '{name}'{nearest(name, expected)}")
+        like = expected[name]
+        if tensor.shape != like.shape:
+            raise PayloadError(f"{what}/{name}: expected shape {list(like.shape)}, but got {list(tensor.shape)}")
+        if tensor.dtype != like.dtype:
+            raise PayloadError(f"{what}/{name}: expected {_name(like.dtype)}, but got {_name(tensor.dtype)}")
+        if finite and not is_finite(tensor):
+            raise PayloadError(f"{what}/{name}: expected finite numbers, but it holds NaN or infinity")
+
+
+def is_finite(tensor: torch.Tensor) -> bool:
+    """Whether no entry is NaN or infinite; reads the tensor once and allocates nothing."""
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
+    if not tensor.is_floating_point() or tensor.numel() == 0:
+        return True
+    if tensor.dtype.itemsize == 1:
+        tensor = tensor.float()
+    low, high = torch.aminmax(tensor)  # NaN propagates into both
+    return math.isfinite(low.item()) and math.isfinite(high.item())
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+# --- which arrays are trainable parameters ----------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The arrays of the global model, told apart at the boundary: algorithms only see parameters.
+
+    Attributes:
+        arrays: Every array's name -> an empty tensor's shape and dtype, in the order of the ``state_dict``.
+        trainable: Names of the trainable parameters; a tied tensor once, under its first name.
+        tied: Further names of tied tensors -> the name under which they are trained.
+    """
+
+    arrays: Mapping[str, torch.Tensor]
+    trainable: tuple[str, ...]
+    tied: Mapping[str, str]
+
+    @classmethod
+    def of(cls, tensors: Params, trainable: Iterable[str] | Callable[[str], bool] | None = None) -> Self:
+        """Tell parameters, tied names and buffers apart.
+
+        Args:
+            tensors: The initial model.
+            trainable: Names, or a predicate on names. None takes the floating arrays whose last name part
+                isn't ``running_mean`` or ``running_var``.
+
+        Raises:
+            ConfigError: A name that the model doesn't have, or an array that can't be trained.
+        """
+        if trainable is None:
+            names = [n for n, t in tensors.items() if t.is_floating_point() and not _is_statistic(n)]
+        elif callable(trainable):
+            names = [n for n in tensors if trainable(n)]
+        else:
+            asked = tuple(trainable)
+            for name in asked:
+                if name not in tensors:
+                    raise ConfigError(f"trainable: the model has no array '{name}'{nearest(name, tensors)}")
+            names = [n for n in tensors if n in set(asked)]
+        for name in names:
+            if not tensors[name].is_floating_point():
+                raise ConfigError(f"trainable: '{name}' is {_name(tensors[name].dtype)}; only floating arrays train")
+        tied = _tied(tensors)
+        return cls(
+            arrays={n: torch.empty_like(t, device="meta") for n, t in tensors.items()},
+            trainable=tuple(n for n in names if tied.get(n) not in names),
+            tied={n: first for n, first in tied.items() if first in names},
+        )
+
+    @property
+    def buffers(self) -> tuple[str, ...]:
+        """Names of everything that isn't trained: statistics, counters, frozen weights."""
+        return tuple(n for n in self.arrays if n not in set(self.trainable) and n not in self.tied)
+
+    def params_like(self) -> dict[str, torch.Tensor]:
+        """The trainable parameters as tensors without data, for checks of shape and dtype."""
+        return {n: self.arrays[n] for n in self.trainable}
+
+    def split(self, tensors: Params) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        """Split a whole model into (parameters, buffers)."""
+        return {n: tensors[n] for n in self.trainable}, {n: tensors[n] for n in self.buffers}
+
+    def join(self, params: Params, buffers: Params) -> dict[str, torch.Tensor]:
+        """Put a whole model together again, tied names included, in the original order."""
+        return {
+            n: params[self.tied[n]] if n in self.tied else params[n] if n in params else buffers[n] for n in self.arrays
+        }
+
+
+def _is_statistic(name: str) -> bool:
+    return name.rpartition(".")[2] in ("running_mean", "running_var")
+
+
+def _tied(tensors: Params) -> dict[str, str]:
+    """Find tied weights by their contents, since identity isn't kept over the wire.
+
+    Equal random contents don't happen by chance. Constant tensors (fresh biases and norms) are equal without being
+    tied and are left apart.
+    """
+    seen: dict[tuple[Any, ...], str] = {}
+    tied: dict[str, str] = {}
+    for name, tensor in tensors.items():
+        if not tensor.is_floating_point() or tensor.numel() < 2:
+            continue
+        flat = tensor.detach().reshape(-1).contiguous()
+        if bool((flat == flat[0]).all()):
+            continue
+        key = (tuple(tensor.shape), tensor.dtype, flat.view(torch.uint8).numpy().tobytes())
+        if key in seen:
+            tied[name] = seen[key]
+        else:
+            seen[key] = name
+    return tied
+
+
+# --- what an algorithm sends beside the model -----------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Payload:
+    """What an algorithm sends beside the model: a frozen dataclass whose fields are named tensors.
+
+    The field ``control_delta`` travels as the ArrayRecord ``control-delta``. By default a field holds one
+    tensor per trainable parameter, of its shape, in :func:`state_dtype`.
+    """
+
+    def encode(self) -> dict[str, ArrayRecord]:
+        """Encode every field as an ArrayRecord of our own serialisation type."""
+        return {
+            kebab(f.name): ArrayRecord({n: raw_array(t) for n, t in getattr(self, f.name).items()})
+            for f in dataclasses.fields(self)
+        }
+
+    @classmethod
+    def decode(cls, content: RecordDict, params: Params, sender: str) -> Self:
+        """Decode and check the fields against the trainable parameters.
+
+        Raises:
+            PayloadError: A record is missing or doesn't fit; the message says which client half is needed.
+        """
+        values = {}
+        for f in dataclasses.fields(cls):
+            record = content.array_records.get(kebab(f.name))
+            if record is None:
+                raise PayloadError(
+                    f"record '{kebab(f.name)}' is missing; {sender}: train with fedstrat.train(…), or inside"
+                    " `with LocalSession(msg, context, model) as session:` and reply with session.reply(…)"
+                )
+            values[f.name] = decode(record, kebab(f.name))
+        payload = cls(**values)
+        payload.check(params)
+        return payload
+
+    def check(self, params: Params) -> None:
+        """Check every field: one finite tensor per parameter, of its shape, in :func:`state_dtype`."""
+        like = {n: torch.empty_like(p, dtype=state_dtype(p), device="meta") for n, p in params.items()}
+        for f in dataclasses.fields(self):
+            check_like(getattr(self, f.name), like, kebab(f.name), owner="the global model", finite=True)
+
+
+NOTHING = Payload()
+"""The payload of algorithms that send only the model."""
+
+Down = TypeVar("Down", bound=Payload)
+Up = TypeVar("Up", bound=Payload)
+
+
+@dataclass(frozen=True)
+class Broadcast(Generic[Down]):
+    """What the server sends one client: the model's parameters, and the algorithm's own payload."""
+
+    params: Params
+    extra: Down
+
+
+@dataclass(frozen=True, kw_only=True)
+class Update(Generic[Up]):
+    """One client's accepted reply.
+
+    Attributes:
+        client: The client's id.
+        num_examples: Its number of training examples, > 0.
+        num_steps: Local steps taken, K_i.
+        lr_sum: Sum of the learning rates of those steps, Lambda_i; NaN from clients that don't report it.
+        params: Its trained parameters y_i: read-only views of the received bytes.
+        buffers: Everything else of its model.
+        metrics: All its numbers.
+        extra: The algorithm's own payload.
+    """
+
+    client: str
+    num_examples: float
+    num_steps: int
+    lr_sum: float
+    params: Params
+    extra: Up
+    buffers: Params = field(default_factory=dict)
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+def state_dtype(tensor: torch.Tensor) -> torch.dtype:
+    """The dtype of state that belongs to a parameter: its own, but never below float32."""
+    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
+
+
+def zeros_like(params: Params) -> dict[str, torch.Tensor]:
+    """One zero tensor per parameter, in :func:`state_dtype`."""
+    return {n: torch.zeros_like(p, dtype=state_dtype(p)) for n, p in params.items()}

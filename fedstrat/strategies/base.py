@@ -1,0 +1,431 @@
+"""FedStrategy: the Flower Strategy that all algorithms share. All plumbing, no mathematics.
+
+An algorithm overrides three pure methods of explicit, frozen state and never touches a Message:
+
+    init_state(params) -> state          what the server remembers before round 1
+    broadcast(state, client) -> payload  what one client is sent
+    aggregate(state, updates) -> state   the server's step
+"""
+
+import dataclasses
+import logging
+import uuid
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, ClassVar, Generic, TypeVar, cast
+
+import torch
+from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
+from flwr.serverapp import Grid
+from flwr.serverapp.strategy import Result, Strategy
+
+from fedstrat.aggregation.mean import aggregate_buffers, normalised
+from fedstrat.errors import ConfigError, RunFailedError
+from fedstrat.flower import in_order
+from fedstrat.local.rule import LocalRule
+from fedstrat.metrics.fairness import Fairness, fairness
+from fedstrat.naming import kebab
+from fedstrat.payloads import (
+    NOTHING,
+    Broadcast,
+    Layout,
+    Params,
+    Payload,
+    Update,
+    decode,
+    is_finite,
+    numpy_array,
+)
+from fedstrat.strategies import cohort, intake
+from fedstrat.strategies.rounds import run_rounds
+from fedstrat.strategies.settings import Configured, hyper
+from fedstrat.strategies.state import Clients, ServerState
+
+logger = logging.getLogger("flwr")
+
+State = TypeVar("State", bound=ServerState)
+Up = TypeVar("Up", bound=Payload)
+MetricsFunction = Callable[[list[RecordDict], str], MetricRecord]
+
+
+class FedStrategy(Configured, Strategy, Generic[State, Up]):
+    """A Flower Strategy whose algorithm is three pure functions of frozen state.
+
+    Takes every argument of ``flwr.serverapp.strategy.FedAvg`` under its own name and meaning. Differs from it on
+    purpose: replies that can't be used are dropped with one log line each instead of ending the run, rounds without
+    enough good replies leave everything as it was, replies are summed in the order of client ids, integer buffers
+    keep their dtype, and the caller's configs are never written to.
+    """
+
+    fraction_train: float = hyper(default=1.0, ge=0.0, le=1.0, doc="share of the nodes that train in a round")
+    fraction_evaluate: float = hyper(default=1.0, ge=0.0, le=1.0, doc="share of the nodes that evaluate in a round")
+    min_train_nodes: int = hyper(default=2, ge=0, doc="smallest number of nodes that train in a round")
+    min_evaluate_nodes: int = hyper(default=2, ge=0, doc="smallest number of nodes that evaluate in a round")
+    min_available_nodes: int = hyper(default=2, ge=0, doc="number of connected nodes that a round waits for")
+    weighted_by_key: str = hyper(default="num-examples", doc="metric that weights clients")
+    arrayrecord_key: str = hyper(default="arrays", doc="name of the model's ArrayRecord in messages")
+    configrecord_key: str = hyper(default="config", doc="name of the ConfigRecord in messages")
+    train_metrics_aggr_fn: MetricsFunction | None = hyper(default=None, doc="aggregates training metrics")
+    evaluate_metrics_aggr_fn: MetricsFunction | None = hyper(default=None, doc="aggregates evaluation metrics")
+    seed: int | None = hyper(default=None, ge=0, doc="fixes cohorts and the clients' own randomness")
+    trainable: Any = hyper(default=None, doc="names of the trained parameters, or a predicate; None: see Layout.of")
+    round_timeout: float | list[float] | None = hyper(default=None, doc="seconds a round waits for replies")
+    connect_timeout: float | None = hyper(default=600.0, gt=0.0, doc="seconds to wait for enough nodes")
+    min_replies: int = hyper(default=1, ge=1, doc="smallest number of good replies that makes a round count")
+    max_failed_rounds: int = hyper(default=3, ge=1, doc="failed rounds in a row that end the run")
+    max_update_norm: float | None = hyper(default=None, gt=0.0, doc="clips |y_i - x| of every client")
+
+    payload: ClassVar[type[Payload]] = Payload
+    """What the client half's replies add to the model."""
+    needs: ClassVar[tuple[str, ...]] = ()
+    """Metrics without which a reply can't be used."""
+    stateful_clients: ClassVar[bool] = False
+    """Whether clients keep state that depends on what the server accepted."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        if self.fraction_train == 0.0:
+            self.min_train_nodes = 0
+            logger.warning("fraction_train is set to 0.0. Federated training will be skipped.")
+        if self.fraction_evaluate == 0.0:
+            self.min_evaluate_nodes = 0
+            logger.warning("fraction_evaluate is set to 0.0. Federated evaluation will be skipped.")
+        self.reset()
+
+    # --- the algorithm: pure functions ------------------------------------------------------------------
+
+    def init_state(self, params: Params) -> State:
+        """Return the server's state before round 1."""
+        return cast("State", ServerState(params=params))
+
+    def admit(self, state: State, clients: Clients) -> State:
+        """Return the state after clients were seen for the first time (id -> examples)."""
+        del clients
+        return state
+
+    def forget(self, state: State, client: str) -> State:
+        """Return the state after a client said that it lost its own."""
+        del client
+        return state
+
+    def broadcast(self, state: State, client: str) -> Broadcast[Any]:
+        """Return what one client is sent."""
+        del client
+        return Broadcast(state.params, NOTHING)
+
+    @abstractmethod
+    def aggregate(self, state: State, updates: Sequence[Update[Up]]) -> State:
+        """Return the state after a round; ``updates`` are sorted by client id and never empty."""
+
+    # --- what the plumbing remembers ----------------------------------------------------------------------
+
+    def reset(self) -> None:
+        """Forget the run: the next round begins a new experiment."""
+        self.experiment_id = uuid.uuid4().hex
+        self.state: State | None = None
+        self.layout: Layout | None = None
+        self.buffers: Params = {}
+        self.arrays: ArrayRecord | None = None
+        self.accepted: dict[str, int] = {}
+        self.seen: set[str] = set()
+        self.roster = cohort.Roster()
+        self.failed_rounds = 0
+        # About the last round:
+        self.failed: dict[str, str] = {}
+        self.trained: tuple[str, ...] = ()
+        self.counts: dict[str, tuple[int, float, int]] | None = None
+        self.fairness: Fairness | None = None
+        self.diagnostics: dict[str, float] = {}
+        self._sent: list[Message] = []
+
+    @property
+    def algorithm(self) -> str:
+        """The name on the wire and in the run config: that of the nearest class in ALGORITHMS."""
+        from fedstrat.strategies import ALGORITHMS  # noqa: PLC0415 - the table imports every algorithm
+
+        names = {entry.strategy: name for name, entry in ALGORITHMS.items()}
+        for cls in type(self).__mro__:
+            if cls in names:
+                return names[cls]
+        raise ConfigError(
+            f"{type(self).__name__} is not in fedstrat.strategies.ALGORITHMS; add ALGORITHMS['…'] ="
+            f" Algorithm({type(self).__name__}, its LocalRule) in a module that both apps import"
+        )
+
+    @property
+    def rule(self) -> type[LocalRule[Any, Any]]:
+        """The client half."""
+        from fedstrat.strategies import ALGORITHMS  # noqa: PLC0415
+
+        return ALGORITHMS[self.algorithm].rule
+
+    def note(self, **numbers: float) -> None:
+        """Record numbers about this round for the log and the history; the mathematics doesn't read them."""
+        self.diagnostics.update({kebab(name): float(value) for name, value in numbers.items()})
+
+    def _adopt(self, arrays: ArrayRecord) -> State:
+        """Take ``arrays`` as the global model; a wrapper (such as Flower's DP ones) may have changed them."""
+        if self.state is None or self.layout is None:
+            tensors = decode(arrays, self.arrayrecord_key)
+            self.layout = Layout.of(tensors, self.trainable)
+            params, self.buffers = self.layout.split(tensors)
+            self.state = self.init_state(params)
+        elif arrays is not self.arrays:
+            params, self.buffers = self.layout.split(decode(arrays, self.arrayrecord_key))
+            self.state = dataclasses.replace(self.state, params=params)
+        self.arrays = arrays
+        return self.state
+
+    @property
+    def need_examples(self) -> bool:
+        """Whether the numbers of examples of all clients must be known, also of those that never trained."""
+        return False
+
+    def _meet(self, grid: Grid, share: float, smallest: int) -> tuple[dict[int, str], int]:
+        nodes, size, met = self.roster.meet(
+            grid,
+            lambda connected: max(int(connected * share), smallest),
+            minimum=self.min_available_nodes,
+            timeout=self.connect_timeout,
+            ask=self.seed is not None or self.stateful_clients,
+            need_examples=self.need_examples,
+        )
+        self._see(met)
+        return nodes, size
+
+    def _see(self, clients: Clients) -> None:
+        new = {client: examples for client, examples in clients.items() if client not in self.seen}
+        if new and self.state is not None:
+            self.seen.update(new)
+            self.state = self.admit(self.state, new)
+
+    # --- Flower's Strategy: training ------------------------------------------------------------------------
+
+    def configure_train(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """Draw a cohort and build its messages."""
+        if self.fraction_train == 0.0:
+            return []
+        self._adopt(arrays)
+        nodes, size = self._meet(grid, self.fraction_train, self.min_train_nodes)
+        chosen = cohort.draw(nodes, size, self.seed, "cohort", server_round)
+        logger.info("configure_train: Sampled %s nodes (out of %s)", len(chosen), len(nodes))
+        state = cast("State", self.state)
+        encoded: dict[int, tuple[Any, dict[str, ArrayRecord]]] = {}
+        messages = []
+        for node in chosen:
+            sent = self.broadcast(state, nodes[node])
+            # Equal objects are encoded once; the object itself is kept so that its id stays its own.
+            if id(sent.extra) not in encoded:
+                encoded[id(sent.extra)] = (sent.extra, sent.extra.encode())
+            model = arrays if sent.params is state.params else self._encode(sent.params, self.buffers)
+            content: dict[str, Any] = {
+                self.arrayrecord_key: model,
+                self.configrecord_key: self._train_config(server_round, config, nodes[node]),
+                **encoded[id(sent.extra)][1],
+            }
+            messages.append(Message(RecordDict(content), node, MessageType.TRAIN, group_id=str(server_round)))
+        self._sent = messages
+        return messages
+
+    def _train_config(self, server_round: int, config: ConfigRecord, client: str) -> ConfigRecord:
+        own: dict[str, Any] = {
+            "algorithm": self.algorithm,
+            "experiment-id": self.experiment_id,
+            "accepted-round": self.accepted.get(client, 0),
+            "pack-content": "none",
+            **{kebab(f.name): getattr(self, f.name) for f in dataclasses.fields(self.rule)},
+        }
+        if self.seed is not None:
+            own["seed"] = self.seed
+        return ConfigRecord(
+            {
+                **config,
+                "server-round": server_round,
+                **{f"fedstrat.{name}": value for name, value in own.items()},
+            }
+        )
+
+    def aggregate_train(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        """Check the replies, take the algorithm's step over the good ones.
+
+        Raises:
+            RunFailedError: ``max_failed_rounds`` rounds in a row brought no step, or a client trains others
+                parameters than the strategy expects.
+        """
+        self.trained, self.diagnostics = (), {}
+        contents, updates = self._take_in(server_round, list(replies))
+        if len(updates) < self.min_replies:
+            return self._no_step(server_round, f"{len(updates)} usable replies, expected at least {self.min_replies}")
+        self._see({u.client: u.num_examples for u in updates})
+        with torch.no_grad():
+            after = self.aggregate(cast("State", self.state), updates)
+            weights = normalised([u.num_examples for u in updates])
+            buffers = aggregate_buffers(self.buffers, [u.buffers for u in updates], weights)
+        broken = [name for name, p in after.params.items() if not is_finite(p)]
+        if broken:
+            return self._no_step(server_round, f"the step would make '{broken[0]}' NaN or infinite; it wasn't taken")
+        self.state, self.buffers = after, buffers
+        self.arrays = self._encode(after.params, buffers)
+        self.trained = tuple(u.client for u in updates)
+        self.accepted.update(dict.fromkeys(self.trained, server_round))
+        self.failed_rounds = 0
+        return self.arrays, (self.train_metrics_aggr_fn or mean_record)(contents, self.weighted_by_key)
+
+    def _take_in(self, server_round: int, replies: list[Message]) -> tuple[list[RecordDict], list[Update[Up]]]:
+        expected = intake.Expected(server_round, cast("Layout", self.layout), self._keys, self.payload, self.needs)
+        pairs = self.roster.senders(self._sent, replies)
+        taken = intake.sort_out(pairs, expected)
+        logger.info("aggregate_train: Received %s results and %s failures", len(replies) - taken.errors, taken.errors)
+        answered = {client for client, _ in pairs}
+        for client in in_order({self.roster.client_of(m.metadata.dst_node_id) for m in self._sent} - answered):
+            taken.failed[client] = "no reply in time"
+            logger.warning("round %d: client %s is dropped: no reply in time", server_round, client)
+        for client in taken.lost:
+            self.accepted.pop(client, None)
+            self.state = self.forget(cast("State", self.state), client)
+        updates = taken.updates
+        if self.max_update_norm is not None:
+            params = cast("State", self.state).params
+            updates = [intake.clip_update(u, params, self.max_update_norm, server_round) for u in updates]
+        self._sent, self.failed = [], taken.failed
+        return taken.contents, updates
+
+    @property
+    def _keys(self) -> intake.Keys:
+        return intake.Keys(self.arrayrecord_key, self.weighted_by_key)
+
+    def _no_step(self, server_round: int, why: str) -> tuple[None, None]:
+        self.failed_rounds += 1
+        logger.warning("round %d: no update (%s); model and state stay as they were", server_round, why)
+        if self.failed_rounds >= self.max_failed_rounds:
+            raise RunFailedError(
+                f"{self.failed_rounds} failed rounds in a row, the last in round {server_round}: {why};"
+                f" {self.failure_reasons()}"
+            )
+        return None, None
+
+    def failure_reasons(self) -> str:
+        """The clients' own reasons of the last round, in one line."""
+        return "; ".join(f"client {c}: {r}" for c, r in self.failed.items()) or "no client failed"
+
+    def _encode(self, params: Params, buffers: Params) -> ArrayRecord:
+        whole = cast("Layout", self.layout).join(params, buffers)
+        return ArrayRecord({name: numpy_array(tensor) for name, tensor in whole.items()})
+
+    # --- Flower's Strategy: evaluation ----------------------------------------------------------------------
+
+    def configure_evaluate(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """Draw the nodes that evaluate the global model and build their messages."""
+        self.counts, self.fairness = None, None
+        if self.fraction_evaluate == 0.0:
+            return []
+        nodes, size = self._meet(grid, self.fraction_evaluate, self.min_evaluate_nodes)
+        chosen = cohort.draw(nodes, size, self.seed, "evaluate", server_round)
+        logger.info("configure_evaluate: Sampled %s nodes (out of %s)", len(chosen), len(nodes))
+        own: dict[str, Any] = {"server-round": server_round, "fedstrat.experiment-id": self.experiment_id}
+        content = RecordDict({self.arrayrecord_key: arrays, self.configrecord_key: ConfigRecord({**config, **own})})
+        self._sent = [Message(content, node, MessageType.EVALUATE, group_id=str(server_round)) for node in chosen]
+        return self._sent
+
+    def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
+        """Add up counts and losses over clients; ratios are taken last."""
+        replies = list(replies)
+        pairs = self.roster.senders(self._sent, replies)
+        contents, counts = intake.read_evaluations(pairs, server_round, self._keys)
+        self._sent = []
+        logger.info(
+            "aggregate_evaluate: Received %s results and %s failures",
+            len(contents),
+            len(replies) - len(contents),
+        )
+        if not contents:
+            return None
+        self.counts, self.fairness = counts or None, fairness(counts)
+        if self.evaluate_metrics_aggr_fn:
+            return self.evaluate_metrics_aggr_fn(contents, self.weighted_by_key)
+        metrics = mean_record(contents, self.weighted_by_key)
+        if self.fairness is not None:
+            for counted in ("num-correct", "loss-sum"):
+                metrics.pop(counted, None)
+            metrics.update(fairness_metrics(self.fairness))
+        return metrics
+
+    # --- the run --------------------------------------------------------------------------------------------
+
+    def summary(self) -> None:
+        """Log the strategy's settings."""
+        logger.info("\t├──> Sampling:")
+        logger.info("\t│\t├──Fraction: train (%.2f) | evaluate ( %.2f)", self.fraction_train, self.fraction_evaluate)
+        logger.info("\t│\t├──Minimum nodes: train (%d) | evaluate (%d)", self.min_train_nodes, self.min_evaluate_nodes)
+        logger.info("\t│\t└──Minimum available nodes: %d", self.min_available_nodes)
+        logger.info("\t├──> Keys in records:")
+        logger.info("\t│\t├── Weighted by: '%s'", self.weighted_by_key)
+        logger.info("\t│\t├── ArrayRecord key: '%s'", self.arrayrecord_key)
+        logger.info("\t│\t└── ConfigRecord key: '%s'", self.configrecord_key)
+        own = {n: v for n, v in self.settings().items() if n not in FedStrategy.hypers}
+        logger.info("\t└──> %s: %s", type(self).__name__, ", ".join(f"{n}={v}" for n, v in own.items()))
+
+    def start(
+        self,
+        grid: Grid,
+        initial_arrays: ArrayRecord,
+        num_rounds: int = 3,
+        timeout: float = 3600,
+        train_config: ConfigRecord | None = None,
+        evaluate_config: ConfigRecord | None = None,
+        evaluate_fn: Callable[[int, ArrayRecord], MetricRecord | None] | None = None,
+        **abilities: Any,
+    ) -> Result:
+        """Run ``num_rounds`` rounds, as Flower's own ``start`` does.
+
+        Args:
+            grid: Where the nodes are.
+            initial_arrays: The initial model, x_0.
+            num_rounds: Number of rounds.
+            timeout: Seconds that a round waits for replies, where ``round_timeout`` doesn't say.
+            train_config: Sent with every training message.
+            evaluate_config: Sent with every evaluation message.
+            evaluate_fn: Evaluates the global model on the server, before round 1 and after every round.
+            **abilities: See :func:`fedstrat.strategies.rounds.run_rounds`: ``on_round``, ``evaluate_every``.
+
+        Returns:
+            Flower's Result; ``arrays`` is the last good model, also when rounds failed.
+
+        Raises:
+            RunFailedError: Too few nodes, ``max_failed_rounds`` failed rounds in a row, or no round succeeded.
+                Its ``result`` holds the last good model.
+        """
+        return run_rounds(
+            self,
+            grid,
+            initial_arrays,
+            num_rounds=num_rounds,
+            timeout=timeout,
+            train_config=train_config or ConfigRecord(),
+            evaluate_config=evaluate_config or ConfigRecord(),
+            evaluate_fn=evaluate_fn,
+            **abilities,
+        )
+
+
+def fairness_metrics(f: Fairness) -> Mapping[str, float]:
+    """The fairness numbers under their names in a MetricRecord."""
+    return {
+        "loss": f.loss,
+        "accuracy": f.accuracy,
+        "accuracy-mean": f.mean,
+        "accuracy-best10": f.best10,
+        "accuracy-worst10": f.worst10,
+        "accuracy-std": f.std,
+    }
+
+
+def mean_record(contents: list[RecordDict], weight_key: str) -> MetricRecord:
+    """Example-weighted mean of every metric."""
+    return MetricRecord(intake.mean_metrics(contents, weight_key))

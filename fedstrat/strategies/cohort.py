@@ -1,0 +1,160 @@
+"""Who takes part: waiting for nodes, learning their client ids, drawing the cohort of a round."""
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Mapping
+
+import numpy as np
+from flwr.app import ConfigRecord, Message, MessageType, RecordDict
+from flwr.serverapp import Grid
+
+from fedstrat.errors import RunFailedError
+from fedstrat.flower import client_order, exchange, in_order
+from fedstrat.seeding import rng
+
+logger = logging.getLogger("flwr")
+
+_POLL_SECONDS = 0.2
+_QUERY_TIMEOUT_SECONDS = 300.0
+
+
+def wait_for_nodes(grid: Grid, minimum: int, timeout: float | None) -> list[int]:
+    """Wait until at least ``minimum`` nodes are connected and return all of them.
+
+    Raises:
+        RunFailedError: Fewer are connected after ``timeout`` seconds (None waits for ever).
+    """
+    deadline = time.monotonic() + (float("inf") if timeout is None else timeout)
+    announced = False
+    while True:
+        nodes = sorted(grid.get_node_ids())
+        if len(nodes) >= minimum:
+            return nodes
+        if time.monotonic() >= deadline:
+            raise RunFailedError(
+                f"expected at least {minimum} connected nodes within {timeout:g} s, but {len(nodes)} are connected"
+                f" ({', '.join(map(str, nodes)) or 'none'}); start more nodes, lower min_available_nodes,"
+                " min_train_nodes or num-clients, or raise connect_timeout"
+            )
+        if not announced:
+            logger.info("Waiting for nodes to connect: %d connected (minimum required: %d).", len(nodes), minimum)
+            announced = True
+        time.sleep(_POLL_SECONDS)
+
+
+def query_clients(grid: Grid, nodes: Iterable[int], *, need_examples: bool) -> dict[int, tuple[str, float]]:
+    """Ask nodes for their client id and, if needed, their number of training examples.
+
+    Returns:
+        node id -> (client id, examples). A node whose app has no query handler goes by its node id.
+    """
+    config = ConfigRecord({"fedstrat.need-num-examples": need_examples})
+    messages = [Message(RecordDict({"config": config}), node, MessageType.QUERY) for node in nodes]
+    replies = exchange(grid, messages, _QUERY_TIMEOUT_SECONDS)
+    node_of = {m.metadata.message_id: m.metadata.dst_node_id for m in messages}
+    known: dict[int, tuple[str, float]] = {}
+    for reply in replies:
+        node = node_of[reply.metadata.reply_to_message_id]
+        record = reply.content.config_records.get("client") if reply.has_content() else None
+        name = record.get("client-id") if record is not None else None
+        if record is None or not isinstance(name, str):
+            logger.warning(
+                "node %d doesn't tell its client id, so it goes by its node id, which may differ in the next run;"
+                " add to its ClientApp: @app.query() → return fedstrat.query(msg, context)",
+                node,
+            )
+            known[node] = (str(node), 1.0)
+            continue
+        examples = record.get("num-examples", 1)
+        known[node] = (name, float(examples) if isinstance(examples, int | float) and examples > 0 else 1.0)
+    return known
+
+
+def draw(clients: Mapping[int, str], size: int, seed: int | None, *path: int | str) -> list[int]:
+    """Draw ``size`` nodes uniformly without replacement, over sorted client ids.
+
+    With a seed the draw depends on (seed, path) and the set of client ids alone, so every method sees the same
+    cohorts. The result is in client order.
+    """
+    nodes = sorted(clients, key=lambda node: (client_order(clients[node]), node))
+    generator = np.random.default_rng() if seed is None else rng(seed, *path)
+    chosen = generator.choice(len(nodes), size=min(size, len(nodes)), replace=False)
+    return [nodes[i] for i in sorted(chosen)]
+
+
+class Roster:
+    """Which client sits on which node.
+
+    Flower's node ids are random per run, so cohorts and state go by client ids, which new nodes are asked for once.
+
+    Attributes:
+        clients: node id -> client id, as far as it was asked for.
+    """
+
+    def __init__(self) -> None:
+        self.clients: dict[int, str] = {}
+
+    def meet(
+        self,
+        grid: Grid,
+        size_of: Callable[[int], int],
+        *,
+        minimum: int,
+        timeout: float | None,
+        ask: bool,
+        need_examples: bool,
+    ) -> tuple[dict[int, str], int, dict[str, float]]:
+        """Wait for enough nodes, and learn the client ids of new ones.
+
+        Args:
+            grid: Where the nodes are.
+            size_of: Cohort size for a number of connected nodes.
+            minimum: Smallest number of connected nodes.
+            timeout: Seconds to wait for them; None waits for ever.
+            ask: Whether nodes are asked for their client ids at all.
+            need_examples: Whether they are also asked for their number of examples.
+
+        Returns:
+            (node id -> client id of the nodes that can be chosen, cohort size, new client id -> examples).
+
+        Raises:
+            RunFailedError: Too few nodes within ``timeout``.
+        """
+        nodes = wait_for_nodes(grid, max(minimum, 1), timeout)
+        size = size_of(len(nodes))
+        if size > len(nodes):
+            nodes = wait_for_nodes(grid, size, timeout)
+        if not ask:
+            return {node: self.client_of(node) for node in nodes}, size, {}
+        met: dict[str, float] = {}
+        new = [node for node in nodes if node not in self.clients]
+        for node, (client, examples) in query_clients(grid, new, need_examples=need_examples).items():
+            holder = next((n for n in nodes if self.clients.get(n) == client), None)
+            if holder is not None:
+                logger.warning("node %d is left out: its client id '%s' is that of node %d", node, client, holder)
+                continue
+            # A restarted node comes back under a new node id.
+            self.clients = {n: c for n, c in self.clients.items() if c != client} | {node: client}
+            met[client] = examples
+        chosen = {node: self.clients[node] for node in nodes if node in self.clients}
+        return chosen, size, {client: met[client] for client in in_order(met)}
+
+    def client_of(self, node: int) -> str:
+        """The client on a node; the node's own id where nobody asked."""
+        return self.clients.get(node, str(node))
+
+    def senders(self, sent: Iterable[Message], replies: Iterable[Message]) -> list[tuple[str, Message]]:
+        """Pair replies with client ids, in client order.
+
+        By the message that they answer: an error reply may carry the SuperLink's id instead of the node's.
+        """
+        node_of = {m.metadata.message_id: m.metadata.dst_node_id for m in sent if m.metadata.message_id}
+        pairs = []
+        for reply in replies:
+            node = node_of.get(reply.metadata.reply_to_message_id, reply.metadata.src_node_id)
+            client = self.client_of(node)
+            if node not in self.clients and reply.has_content():
+                said = reply.content.config_records.get("client", ConfigRecord()).get("client-id")
+                client = said if isinstance(said, str) else client
+            pairs.append((client, reply))
+        return sorted(pairs, key=lambda pair: client_order(pair[0]))

@@ -1,0 +1,298 @@
+"""Reading replies: a reply that can't be used is data, not an exception."""
+
+import logging
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from flwr.app import ConfigRecord, Message, MetricRecord, RecordDict
+
+from fedstrat.errors import PayloadError, RunFailedError
+from fedstrat.naming import kebab
+from fedstrat.payloads import Layout, Params, Payload, Update, check_like, decode
+
+logger = logging.getLogger("flwr")
+
+
+@dataclass(frozen=True)
+class Keys:
+    """Names of Flower's own records and of the weight, as the strategy was told."""
+
+    arrays: str
+    weight: str
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What a training reply must be.
+
+    Attributes:
+        server_round: The round that asked.
+        layout: The global model's layout.
+        keys: Record names.
+        payload: What the algorithm's client half adds.
+        needs: Metrics without which the algorithm can't use the reply, for example ``("lr-sum",)``.
+    """
+
+    server_round: int
+    layout: Layout
+    keys: Keys
+    payload: type[Payload]
+    needs: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Ignored:
+    """A valid reply that carries no update, and why."""
+
+    reason: str
+    lost: bool = False
+
+
+@dataclass
+class Intake:
+    """The replies of a round, sorted out.
+
+    Attributes:
+        updates: The good ones, in client order.
+        contents: What they came in.
+        failed: Client id -> why its reply can't be used.
+        lost: Clients that lost their state.
+        errors: How many replies were errors.
+    """
+
+    updates: list[Update[Any]] = field(default_factory=list)
+    contents: list[RecordDict] = field(default_factory=list)
+    failed: dict[str, str] = field(default_factory=dict)
+    lost: list[str] = field(default_factory=list)
+    errors: int = 0
+
+
+def sort_out(replies: Iterable[tuple[str, Message]], expected: Expected) -> Intake:
+    """Read a round's training replies; each that can't be used costs one log line.
+
+    Args:
+        replies: (client id, reply), in client order.
+        expected: What they must be.
+
+    Raises:
+        RunFailedError: A client trains other parameters than the strategy expects.
+    """
+    intake = Intake()
+    answered: set[str] = set()
+    for client, reply in replies:
+        intake.errors += reply.has_error()
+        try:
+            if client in answered:
+                raise PayloadError("a second reply of this client in this round; the first counts")
+            answered.add(client)
+            content = content_of(reply)
+            check_trainable(client, content, expected.layout)
+            update = read_update(content, client, expected)
+        except PayloadError as error:
+            intake.failed.setdefault(client, str(error))
+            logger.warning("round %d: client %s is dropped: %s", expected.server_round, client, error)
+            continue
+        if isinstance(update, Ignored):
+            logger.info("round %d: client %s is left out: %s", expected.server_round, client, update.reason)
+            if update.lost:
+                intake.lost.append(client)
+            continue
+        intake.updates.append(update)
+        intake.contents.append(content)
+    return intake
+
+
+def content_of(reply: Message) -> RecordDict:
+    """The content of a reply.
+
+    Raises:
+        PayloadError: It is an error reply, with the client's own error.
+    """
+    if not reply.has_error():
+        return reply.content
+    # Ray puts a whole traceback into the reason; the error itself is its last line.
+    lines = [line.strip() for line in (reply.error.reason or "").splitlines() if line.strip()]
+    raise PayloadError(f"its app failed (error {reply.error.code}): {lines[-1][:500] if lines else 'no reason given'}")
+
+
+def check_trainable(client: str, content: RecordDict, layout: Layout) -> None:
+    """Compare the names that a client trains (told with its first reply) with the strategy's.
+
+    Raises:
+        RunFailedError: They differ; going on would train something else than was asked for.
+    """
+    theirs = _about(content).get("trainable")
+    if isinstance(theirs, list) and set(theirs) != set(layout.trainable):
+        ours = set(layout.trainable)
+        raise RunFailedError(
+            f"client {client} trains other parameters than the strategy expects: only the client trains"
+            f" {sorted(set(map(str, theirs)) - ours)}, only the strategy {sorted(ours - set(map(str, theirs)))};"
+            f" pass trainable={theirs!r} to the strategy, or freeze the same layers on both sides"
+        )
+
+
+def read_update(content: RecordDict, client: str, expected: Expected) -> Update[Payload] | Ignored:
+    """Decode one training reply and check it against the global model.
+
+    Args:
+        content: What came.
+        client: The sender's client id.
+        expected: What it must be.
+
+    Raises:
+        PayloadError: Something is missing or wrong; the message names record and entry.
+    """
+    layout, keys, payload = expected.layout, expected.keys, expected.payload
+    about = _about(content)
+    trained_round = about.get("trained-round", expected.server_round)
+    if trained_round != expected.server_round:
+        raise PayloadError(f"it answers round {trained_round!r}, expected round {expected.server_round}")
+    if about.get("state", "ok") == "lost":
+        return Ignored("its saved state is lost; it starts afresh in its next round", lost=True)
+
+    metrics = _metrics(content)
+    num_examples = number(metrics, keys.weight)
+    if num_examples < 0:
+        raise PayloadError(f"metrics/{keys.weight}: expected a number >= 0, but got {num_examples:g}")
+    if num_examples == 0:
+        return Ignored("it has no training examples")
+    for name in expected.needs:
+        if name not in metrics:
+            raise PayloadError(
+                f"metrics/{name} is missing; this algorithm needs its client half: train with fedstrat.train(…), or"
+                " inside `with LocalSession(msg, context, model) as session:` and reply with session.reply(…)"
+            )
+    num_steps = number(metrics, "num-steps") if "num-steps" in metrics else 1
+    lr_sum = number(metrics, "lr-sum") if "lr-sum" in metrics else math.nan
+    if num_steps < 0 or lr_sum < 0:
+        raise PayloadError(f"metrics: expected num-steps and lr-sum >= 0, but got {num_steps:g} and {lr_sum:g}")
+
+    extra_names = {kebab(name) for name in payload.__dataclass_fields__}
+    record = content.array_records.get(keys.arrays)
+    if record is None:
+        # Flower's own clients may name their one ArrayRecord as they like.
+        others = [name for name in content.array_records if name not in extra_names]
+        if len(others) != 1:
+            raise PayloadError(f"expected an ArrayRecord '{keys.arrays}', but got {sorted(content.keys())}")
+        record = content.array_records[others[0]]
+    model = decode(record, keys.arrays)
+    check_like(model, layout.arrays, keys.arrays, owner="the global model", finite=True)
+    params, buffers = layout.split(model)
+    return Update(
+        client=client,
+        num_examples=num_examples,
+        num_steps=int(num_steps),
+        lr_sum=lr_sum,
+        params=params,
+        buffers=buffers,
+        metrics={k: float(v) for k, v in metrics.items() if isinstance(v, int | float)},
+        extra=payload.decode(content, layout.params_like(), "the client half of this algorithm is needed"),
+    )
+
+
+def read_evaluations(
+    replies: Iterable[tuple[str, Message]], server_round: int, keys: Keys
+) -> tuple[list[RecordDict], dict[str, tuple[int, float, int]]]:
+    """Read a round's evaluation replies.
+
+    Returns:
+        (the good ones' contents, client id -> counts of those that count).
+    """
+    contents, counts = [], {}
+    for client, reply in replies:
+        try:
+            content = content_of(reply)
+            read = read_counts(content, keys)
+        except PayloadError as error:
+            logger.warning("round %d: evaluation of client %s is dropped: %s", server_round, client, error)
+            continue
+        contents.append(content)
+        if read is not None:
+            counts[client] = read
+    return contents, counts
+
+
+def read_counts(content: RecordDict, keys: Keys) -> tuple[int, float, int] | None:
+    """Read ``(num-correct, loss-sum, num-examples)`` of an evaluation reply; None where the client doesn't count.
+
+    Raises:
+        PayloadError: A count is negative, NaN, or there are more correct than examples.
+    """
+    metrics = _metrics(content)
+    num_examples = number(metrics, keys.weight)
+    if num_examples < 0:
+        raise PayloadError(f"metrics/{keys.weight}: expected a number >= 0, but got {num_examples:g}")
+    if "num-correct" not in metrics:
+        return None
+    correct = number(metrics, "num-correct")
+    if not 0 <= correct <= num_examples:
+        raise PayloadError(f"metrics/num-correct: expected 0 to {num_examples:g}, but got {correct:g}")
+    # A diverged model's loss may be infinite: that is a result, not a broken reply.
+    loss_sum = metrics.get("loss-sum", math.nan)
+    return int(correct), float(loss_sum) if isinstance(loss_sum, int | float) else math.nan, int(num_examples)
+
+
+def number(metrics: MetricRecord, name: str) -> float:
+    """Read one finite number.
+
+    Raises:
+        PayloadError: It is missing, a list, NaN or infinite.
+    """
+    value = metrics.get(name)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise PayloadError(f"metrics/{name}: expected one finite number, but got {value!r}")
+    return value
+
+
+def clip_update(update: Update[Any], params: Params, max_norm: float, server_round: int) -> Update[Any]:
+    """Scale ``y - x`` down to at most ``max_norm`` over all trainable parameters."""
+    squares = [(update.params[n].double() - x.double()).square().sum().item() for n, x in params.items()]
+    norm = math.sqrt(math.fsum(squares))
+    if norm <= max_norm:
+        return update
+    logger.info("round %d: client %s: |y - x| = %.3g clipped to %g", server_round, update.client, norm, max_norm)
+    scale = max_norm / norm
+    clipped = {
+        n: (x.double() + (update.params[n].double() - x.double()) * scale).to(x.dtype) for n, x in params.items()
+    }
+    return replace(update, params=clipped)
+
+
+def mean_metrics(records: list[RecordDict], weight_key: str) -> dict[str, int | float | list[int] | list[float]]:
+    """Example-weighted mean of every metric, over the clients that report it; the weight itself left out.
+
+    As Flower's default does, but a metric that one client lacks doesn't end the run.
+    """
+    sums: dict[str, tuple[list[float], float, bool]] = {}
+    for record in records:
+        metrics = _metrics(record)
+        weight = float(metrics.get(weight_key, 0.0))  # type: ignore[arg-type]
+        for name, value in metrics.items():
+            if name == weight_key:
+                continue
+            values = [float(v) for v in value] if isinstance(value, list) else [float(value)]
+            total, weights, scalar = sums.get(name, ([0.0] * len(values), 0.0, not isinstance(value, list)))
+            if len(total) == len(values):
+                sums[name] = (
+                    [t + weight * v for t, v in zip(total, values, strict=True)],
+                    weights + weight,
+                    scalar,
+                )
+    return {
+        name: total[0] / weights if scalar else [t / weights for t in total]
+        for name, (total, weights, scalar) in sums.items()
+        if weights > 0
+    }
+
+
+def _metrics(content: RecordDict) -> MetricRecord:
+    records: Mapping[str, MetricRecord] = content.metric_records
+    if len(records) != 1:
+        raise PayloadError(f"expected one MetricRecord, but got {len(records)} ({', '.join(records) or 'none'})")
+    return next(iter(records.values()))
+
+
+def _about(content: RecordDict) -> ConfigRecord:
+    return content.config_records.get("client", ConfigRecord())
