@@ -1,0 +1,82 @@
+"""The command line ``fedstrat``."""
+
+import os
+import sys
+from importlib.metadata import version
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fedstrat.errors import FedstratError
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def main() -> None:
+    """Run the command line: exit code 0 for success, 1 for a run that failed, 2 for a wrong request."""
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(errors="replace")  # type: ignore[union-attr]
+    try:
+        app()
+    except FedstratError as error:
+        for line in str(error).splitlines():
+            print(f"error: {line}", file=sys.stderr)
+        sys.exit(2)
+    except BrokenPipeError:  # the reader of a pipe has gone
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"fedstrat {version('fedstrat')}, flwr {version('flwr')}, torch {version('torch')}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    show_version: Annotated[
+        bool, typer.Option("--version", help="Show versions.", callback=_show_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Federated-learning methods as Flower strategies with their client halves."""
+
+
+@app.command()
+def run(
+    connection: Annotated[
+        str | None,
+        typer.Argument(help="A SuperLink connection of Flower's config.toml; without one: simulate here."),
+    ] = None,
+    config: Annotated[
+        list[str] | None,
+        typer.Option("--config", "-c", metavar="KEY=VALUE", help="Change the run config; a TOML file is possible too."),
+    ] = None,
+    app_dir: Annotated[
+        Path | None,
+        typer.Option("--app", metavar="DIR", help="The Flower app; without it: the one here, else fedstrat's."),
+    ] = None,
+    results_dir: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Where to make the results folder; without it: ./results."),
+    ] = None,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show the whole log.")] = False,
+) -> None:
+    """Run a federation, show a line per round, and print the results folder as the last line.
+
+    Ends with 0 only if the run is complete and at least one round succeeded.
+    """
+    from fedstrat.runs.launch import RunRequest, launch  # noqa: PLC0415  (needn't be read for --help)
+
+    raise typer.Exit(launch(RunRequest(connection, config or (), app_dir, results_dir, verbose)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,262 @@
+"""``fedstrat run``: ``flwr run`` that waits for the end of the run and tells how it ended.
+
+Without a connection it starts a SuperLink of its own, which simulates the clients on this machine, and ends
+it again. The run succeeded if Flower calls it completed and at least one round aggregated a model.
+"""
+
+import contextlib
+import os
+import sys
+import tempfile
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fedstrat.errors import ConfigError, RunFailedError, nearest
+from fedstrat.runs import capacity
+from fedstrat.runs.flowercli import NO_TALKING, FlowerCLI, scripts_first
+from fedstrat.runs.follow import Submission, follow
+from fedstrat.runs.interrupts import Interrupted, signals_interrupt
+from fedstrat.runs.overrides import Scalar, read_app, read_pairs
+from fedstrat.runs.superlink import LocalSuperLink
+
+if TYPE_CHECKING:
+    from fedstrat.runs.config import RunConfig
+
+_PATH_KEYS = ("dataset.dir", "resume", "state-dir")
+
+
+@dataclass(frozen=True)
+class RunRequest:
+    """What the user asked for.
+
+    Attributes:
+        connection: Name of a SuperLink connection in Flower's config.toml; None simulates on this machine.
+        pairs: The arguments of ``-c``.
+        app: Folder of the Flower app; None looks in the working directory, then where fedstrat lies.
+        results_dir: Folder in which the run makes its results folder.
+        verbose: Whether to show the whole log.
+    """
+
+    connection: str | None = None
+    pairs: Sequence[str] = ()
+    app: Path | None = None
+    results_dir: Path | None = None
+    verbose: bool = False
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """A request that was found right."""
+
+    app: Path
+    config: "RunConfig"
+    given: dict[str, Scalar]
+    verbose: bool
+
+    def submission(self, federation: str, folder: Path | None) -> Submission:
+        return Submission(self.app, self.given, federation, folder, self.verbose)
+
+
+def launch(request: RunRequest) -> int:
+    """Run what was asked for, show its progress and at last its results folder.
+
+    Returns:
+        0 if the run succeeded, 1 if it failed, 128 + the signal's number if a signal ended it.
+
+    Raises:
+        ConfigError: The request is wrong; nothing was started.
+    """
+    app = find_app(request.app)
+    defaults = read_app(app)
+    given = read_pairs(request.pairs, defaults)
+    if request.results_dir is not None:
+        given["results-dir"] = str(request.results_dir)
+    plan = _Plan(app, check(defaults, given), given, request.verbose)
+    folder: Path | None = None
+    code = 0
+    with signals_interrupt():
+        try:
+            if request.connection is None:
+                environment, share = _share_machine(plan)
+                folder = _take_folder(plan)
+                _announce(plan)
+                _say(f"clients at once: {share.at_once} ({share.limit})")
+                with LocalSuperLink(environment) as superlink:
+                    submission = plan.submission(share.federation(plan.config.num_clients), folder)
+                    follow(superlink.cli, submission, superlink.folder)
+            else:
+                cli, folder = _connect(plan, request.connection)
+                _announce(plan)
+                with tempfile.TemporaryDirectory(prefix="fedstrat-") as scratch:
+                    submission = plan.submission(_federation(plan.config.num_clients), folder)
+                    folder = follow(cli, submission, Path(scratch))
+        except RunFailedError as error:
+            complain("error", str(error))
+            code = 1
+        except Interrupted as interrupt:
+            complain("error", f"ended by {interrupt.name}; the run was stopped")
+            code = 128 + interrupt.number
+    if folder is not None:
+        with contextlib.suppress(OSError):
+            folder.rmdir()  # only goes if nothing was written
+        if code == 0 or folder.exists():
+            _say(str(folder))
+    return code
+
+
+def complain(kind: str, text: str) -> None:
+    """Print a warning or an error to the user."""
+    print(f"{kind}: {text}", file=sys.stderr, flush=True)
+
+
+def find_app(folder: Path | None) -> Path:
+    """The folder of the app: as given, else the working directory, else the checkout that holds fedstrat.
+
+    Raises:
+        ConfigError: None of them holds a Flower app.
+    """
+    if folder is not None:
+        return folder.expanduser().resolve()
+    for place in (Path.cwd(), Path(__file__).resolve().parents[2]):
+        with contextlib.suppress(ConfigError):
+            read_app(place)
+            return place
+    raise ConfigError(
+        f"expected a fedstrat app in the working directory, but {Path.cwd()} has no pyproject.toml with "
+        "[tool.flwr.app.config]; pass the folder of one with --app"
+    )
+
+
+def check(defaults: Mapping[str, Scalar], given: Mapping[str, Scalar]) -> "RunConfig":
+    """Check the run config as the ServerApp will.
+
+    Raises:
+        ConfigError: A value of the wrong type, out of range, or at odds with another.
+    """
+    from fedstrat.runs import config  # noqa: PLC0415  (imports torch)
+
+    # An app made from ours may have keys of its own, which only its own code can check.
+    known = config.keys()
+    return config.parse({key: value for key, value in {**defaults, **given}.items() if key in known})
+
+
+def run_name(config: "RunConfig", now: datetime) -> str:
+    """Name of a results folder, for example ``20260102-030405-craft-digits``."""
+    return f"{now:%Y%m%d-%H%M%S}-{config.algorithm}-{config.dataset.name}"
+
+
+def connection_address(flwr_home: Path, name: str) -> str:
+    """The address of a SuperLink connection; empty for the one that Flower itself makes.
+
+    Raises:
+        ConfigError: Flower's config.toml holds no such connection.
+    """
+    file = flwr_home / "config.toml"
+    try:
+        connections = tomllib.loads(file.read_text(encoding="utf-8")).get("superlink", {})
+    except FileNotFoundError:
+        return ""  # Flower makes it, with its own default connections
+    except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"can't read {file}: {error}") from None
+    named = {key: value for key, value in connections.items() if isinstance(value, dict)}
+    if name not in named:
+        raise ConfigError(
+            f"there is no SuperLink connection '{name}' in {file}{nearest(name, named)} "
+            f"It holds: {', '.join(named) or 'none'}. Without a connection the clients are simulated here."
+        )
+    return str(named[name].get("address", ""))
+
+
+def _share_machine(plan: _Plan) -> tuple[dict[str, str], capacity.Capacity]:
+    """Choose GPUs and the number of clients at once for a simulation; returns the environment for it too."""
+    config = plan.config
+    if config.num_clients < 1:
+        raise ConfigError("num-clients=0: expected 1 or more, because a local simulation makes the clients")
+    device = config.train.device
+    gpu_bytes = capacity.gpu_memory() if device == "auto" or device.startswith("cuda") else []
+    gpus, warning = capacity.choose_gpus(device, gpu_bytes)
+    environment = dict(os.environ)
+    if gpus:
+        environment["CUDA_VISIBLE_DEVICES"] = capacity.visible_devices(gpus, os.environ)
+    if device == "auto" or gpus:
+        plan.given["train.device"] = "cuda" if gpus else "cpu"  # nobody chooses, or warns, a second time
+    if warning:
+        complain("warning", warning)
+    cores = capacity.usable_cores()
+    return environment, capacity.plan(config.num_clients, cores, [gpu_bytes[index] for index in gpus])
+
+
+def _take_folder(plan: _Plan) -> Path:
+    """Make the results folder of a run on this machine, and every path absolute: the apps run elsewhere."""
+    config = plan.config
+    for key in _PATH_KEYS:
+        value = str(config.flat[key])
+        if value:
+            plan.given[key] = str(Path(value).expanduser().absolute())
+    resumed = Path(str(plan.given.get("resume", "")))
+    if config.resume and not config.results_dir:
+        folder = resumed  # goes on where it stopped
+    else:
+        parent = Path(config.results_dir or "results").expanduser().absolute()
+        folder = _make(parent, run_name(config, datetime.now().astimezone()))
+    plan.given["results-dir"] = str(folder)
+    plan.given.setdefault("state-dir", str((resumed if config.resume else folder) / "state"))
+    return folder
+
+
+def _make(parent: Path, name: str) -> Path:
+    """Make a folder of that name, or with a number behind it, that nobody else has."""
+    number = 1
+    while True:
+        folder = parent / (name if number == 1 else f"{name}-{number}")
+        try:
+            folder.mkdir(parents=True)
+        except FileExistsError:
+            if not parent.is_dir():
+                raise ConfigError(f"results-dir={parent}: expected a folder, but there is a file") from None
+            number += 1
+        except OSError as error:
+            raise ConfigError(f"results-dir={parent}: can't make a folder there: {error.strerror}") from None
+        else:
+            return folder
+
+
+def _connect(plan: _Plan, connection: str) -> tuple[FlowerCLI, Path | None]:
+    """Flower's commands against a named connection, and the results folder if it's on this machine."""
+    flwr_home = Path(os.environ.get("FLWR_HOME") or "~/.flwr").expanduser().absolute()
+    address = connection_address(flwr_home, connection)
+    environment = scripts_first(os.environ) | NO_TALKING
+    if not address or address.startswith(":local"):
+        flwr_home.mkdir(parents=True, exist_ok=True)
+        # Flower may start this one, here and in the working directory of its command. Packages there win over
+        # the app's own, so that must not be where the user is.
+        return FlowerCLI(connection, environment, flwr_home), _take_folder(plan)
+    parent = plan.config.results_dir
+    if parent and not Path(parent).is_absolute():
+        raise ConfigError(
+            f"results-dir={parent}: expected an absolute path, because with the connection '{connection}' "
+            "it is a folder on the machine of the SuperLink"
+        )
+    if parent:
+        name = run_name(plan.config, datetime.now().astimezone())
+        plan.given["results-dir"] = str(Path(parent) / name)
+    return FlowerCLI(connection, environment, Path.cwd()), None
+
+
+def _federation(num_clients: int) -> str:
+    """For a SuperLink that simulates; one with real nodes ignores it."""
+    return f"num-supernodes={num_clients} client-resources-num-cpus=1" if num_clients else ""
+
+
+def _announce(plan: _Plan) -> None:
+    config = plan.config
+    clients = config.num_clients or "any number of"
+    _say(f"{config.algorithm} on {config.dataset.name}: {clients} clients, {config.num_server_rounds} rounds")
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)

@@ -1,0 +1,32 @@
+"""The model that a run config asks for, the same on the server and on every client."""
+
+from collections.abc import Mapping
+
+import torch
+
+from fedstrat.data.clients import describe, setting
+from fedstrat.errors import DataError
+from fedstrat.models import build
+from fedstrat.models.custom import build_custom
+
+
+def build_model(run_config: Mapping[str, object], node_config: Mapping[str, object] | None = None) -> torch.nn.Module:
+    """Build ``model.name`` for the data set's shapes; weights come from torch's global generator.
+
+    Args:
+        run_config: Flat; reads ``model.*`` and ``dataset.*``.
+        node_config: A client's; its private folder tells the shapes of ``npz`` data.
+
+    Raises:
+        ConfigError: There is no such model, or it can't be built for these shapes.
+        DataError: The shapes aren't known here, and the model isn't a factory that can do without them.
+    """
+    name = setting(run_config, "model.name", str)
+    hidden = [int(width) for width in str(run_config.get("model.hidden", "")).split(",") if width.strip()]
+    try:
+        input_shape, num_classes = describe(run_config, node_config)
+    except DataError:
+        if ":" not in name:
+            raise
+        return build_custom(name)  # a server without data: the factory may know the shapes by itself
+    return build(name, input_shape=input_shape, num_classes=num_classes, hidden=hidden)
