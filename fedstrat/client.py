@@ -73,7 +73,7 @@ def train(
             optimizer,
             session.rule,
             loss_fn=loss_fn,
-            epochs=0 if session.rule.done else passes,
+            epochs=0 if session.rule.done else session.epochs(passes),
             stop=lambda: session.should_stop(loader, loss_fn),
             batch_hook=batch_hook,
         )

@@ -1,24 +1,33 @@
 """The ServerApp: run config -> model, strategy -> rounds -> results folder."""
 
 import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
+from types import FrameType
+from typing import Literal
 
 import torch
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
 import fedstrat
-from fedstrat.errors import FedstratError
+from fedstrat.errors import FedstratError, StateError
 from fedstrat.metrics.rounds import RoundReport
 from fedstrat.models import trainable_names
 from fedstrat.payloads import decode
 from fedstrat.runs import config, report
+from fedstrat.runs.checkpoint import CheckpointFolder
+from fedstrat.runs.goals import Goals
 from fedstrat.runs.history import RunFolder
 from fedstrat.runs.model import build_model
 from fedstrat.runs.progress import Progress
 from fedstrat.seeding import derive
 from fedstrat.strategies.cohort import wait_for_nodes
+from fedstrat.strategies.state import Snapshot
 
 app = ServerApp()
 
@@ -30,49 +39,93 @@ def main(grid: Grid, context: Context) -> None:
     torch.manual_seed(derive(run.seed, "model"))
     model = build_model(run.flat)
     strategy = run.strategy(trainable=trainable_names(model))
+    path = _folder(run)
+    checkpoints = CheckpointFolder(path / "checkpoints", every=run.checkpoint_every)
+    snapshot = _snapshot(run, checkpoints)
     folder = RunFolder(
-        _folder(run),
+        path,
         run.flat,
+        resume=snapshot is not None,
         num_parameters=sum(p.numel() for p in model.parameters()),
         run_id=context.run_id,
     )
-    print(f"results: {folder.path}", flush=True)
-    progress = Progress()
+    print(f"results: {path}", flush=True)
+    progress, goals = Progress(), Goals(run.target_accuracy, run.patience)
+    if snapshot is not None:
+        folder.keep_until(snapshot.round)
+        for line in folder.history:
+            goals.take(line["mean"])
+        print(f"resuming after round {snapshot.round}", flush=True)
 
     def on_round(finished: RoundReport) -> None:
         folder.record(finished)
         print(progress.line(finished), flush=True)
 
-    result = None
-    status, error = "failed", ""
+    arrays, error = None, ""
+    status: Literal["completed", "failed", "interrupted"] = "failed"
     try:
-        nodes = wait_for_nodes(grid, run.num_clients, run.connect_timeout)
-        print(f"{len(nodes)} nodes are connected", flush=True)
-        result = strategy.start(
-            grid=grid,
-            initial_arrays=fedstrat.to_arrays(model),
-            num_rounds=run.num_server_rounds,
-            on_round=on_round,
-            evaluate_every=run.evaluate_every,
-        )
-        status = "completed"
+        with _signals_interrupt():
+            nodes = wait_for_nodes(grid, run.num_clients, run.connect_timeout)
+            print(f"{len(nodes)} nodes are connected", flush=True)
+            result = strategy.start(
+                grid=grid,
+                initial_arrays=fedstrat.to_arrays(model),
+                num_rounds=run.num_server_rounds,
+                on_round=on_round,
+                evaluate_every=run.evaluate_every,
+                should_end=goals,
+                checkpoints=checkpoints,
+                resume=snapshot,
+            )
+        arrays, status = result.arrays, "completed"
+        if goals.reason:
+            print(f"ended early: {goals.reason}", flush=True)
     except FedstratError as failure:
-        result = getattr(failure, "result", None)
-        error = str(failure)
+        arrays, error = getattr(getattr(failure, "result", None), "arrays", None), str(failure)
+        raise
+    except KeyboardInterrupt:
+        arrays, status, error = strategy.arrays, "interrupted", "interrupted; resume goes on after the last checkpoint"
         raise
     except BaseException as failure:
-        error = f"{type(failure).__name__}: {failure}"
+        arrays, error = strategy.arrays, f"{type(failure).__name__}: {failure}"
         raise
     finally:
         # The last good model is saved whatever happened.
-        sha256 = folder.save_model(decode(result.arrays, "model")) if result is not None else None
-        folder.finish(status, error=error, model_sha256=sha256)  # type: ignore[arg-type]
+        sha256 = folder.save_model(decode(arrays, "model")) if arrays is not None else None
+        folder.finish(status, error=error, model_sha256=sha256)
         report.draw(folder.path)
+
+
+def _snapshot(run: config.RunConfig, checkpoints: CheckpointFolder) -> Snapshot | None:
+    if not run.resume:
+        return None
+    if run.checkpoint_every == 0:
+        raise StateError("resume needs checkpoints, but checkpoint-every is 0; set it to 1 or more")
+    return checkpoints.latest()
 
 
 def _folder(run: config.RunConfig) -> Path:
     """``results-dir`` is this run's own folder; without one, $FEDSTRAT_RESULTS or ~/.fedstrat/results holds it."""
+    if run.resume:
+        return Path(run.resume).expanduser()
     if run.results_dir:
         return Path(run.results_dir).expanduser()
     home = Path(os.environ.get("FEDSTRAT_RESULTS") or Path.home() / ".fedstrat" / "results")
     return home / f"{datetime.now(UTC):%Y%m%d-%H%M%S-%f}-{run.algorithm}-{run.dataset.name}"
+
+
+@contextmanager
+def _signals_interrupt() -> Iterator[None]:
+    """Let SIGTERM end the run as Ctrl-C does: results are written, the last checkpoint stands."""
+
+    def interrupt(_number: int, _frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    if threading.current_thread() is not threading.main_thread():
+        yield  # only the main thread may handle signals
+        return
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -19,7 +19,7 @@ from fedstrat.payloads import load_arrays, to_arrays
 from fedstrat.seeding import derive
 
 _PREFIX = "fedstrat."
-_PLUMBING = {"algorithm", "experiment-id", "accepted-round", "pack-content", "seed"}
+_PLUMBING = {"algorithm", "experiment-id", "accepted-round", "pack-content", "seed", "epochs-share"}
 
 
 class LocalSession:
@@ -59,6 +59,11 @@ class LocalSession:
         """This client's seed of this round, from (run seed, client, round); None where the strategy has no seed."""
         seed = self._own.get("seed")
         return None if seed is None else derive(int(seed), "client", self.client, self.server_round)  # type: ignore[arg-type]
+
+    def epochs(self, most: int) -> int:
+        """How many of at most ``most`` epochs to run: fewer where the server made this client a straggler."""
+        share = self._own.get("epochs-share")
+        return most if share is None or most < 2 else 1 + int(float(share) * (most - 1))  # type: ignore[arg-type]
 
     def __enter__(self) -> Self:
         self._randomness = torch.get_rng_state()

@@ -85,6 +85,7 @@ class RunConfig(RunKeys):
             min_replies=self.min_replies,
             max_failed_rounds=self.max_failed_rounds,
             max_update_norm=self.max_update_norm or None,
+            straggler_share=self.train.straggler_share,
             **settings,
         )
         return strategy

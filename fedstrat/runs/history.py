@@ -115,6 +115,11 @@ class RunFolder:
             clients = {name: _score(*counts) for name, counts in report.counts.items()}
             _replace(self.path / "clients.json", _json({"round": report.round, "clients": clients}))
 
+    def keep_until(self, server_round: int) -> None:
+        """Drop rounds after ``server_round``: the run goes on from there."""
+        self.history = [line for line in self.history if line["round"] <= server_round]
+        self._rewrite_history()
+
     def save_model(self, arrays: Mapping[str, "torch.Tensor"]) -> str:
         """Write ``model.safetensors`` atomically.
 

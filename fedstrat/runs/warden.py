@@ -24,7 +24,8 @@ _PR_SET_CHILD_SUBREAPER = 36
 _POLL_SECONDS = 0.1
 TERMINATE_SECONDS = 8.0  # for the command itself
 LINGER_SECONDS = 3.0  # for what it started, which notices by itself
-KILL_SECONDS = 2.0  # from SIGTERM to SIGKILL for those that don't
+KILL_SECONDS = 2.0  # from SIGTERM to SIGKILL for those that don't, and again for SIGKILL to work
+_KILLS = 4
 
 
 def main(arguments: list[str]) -> int:
@@ -45,14 +46,18 @@ def main(arguments: list[str]) -> int:
             break
         reap(ended)
 
+    # Having no child left is the one sign without a race: a list of processes, taken while parents end and their
+    # children change hands, may miss some. (Where orphans don't come to us, the list is all there is.)
     if process.pid not in ended:
         send([process.pid], signal.SIGTERM)
         wait_until(lambda: process.pid in ended, TERMINATE_SECONDS, ended)
-    wait_until(lambda: not descendants(os.getpid()), LINGER_SECONDS, ended)
-    send(descendants(os.getpid()), signal.SIGTERM)
-    wait_until(lambda: not descendants(os.getpid()), KILL_SECONDS, ended)
-    send(descendants(os.getpid()), signal.SIGKILL)
-    wait_until(lambda: not descendants(os.getpid()), KILL_SECONDS, ended)
+    if not wait_until(lambda: False, LINGER_SECONDS, ended):
+        send(descendants(os.getpid()), signal.SIGTERM)
+        wait_until(lambda: False, KILL_SECONDS, ended)
+    for _ in range(_KILLS):
+        send(descendants(os.getpid()), signal.SIGKILL)
+        if wait_until(lambda: False, KILL_SECONDS / _KILLS, ended):
+            break
     shutil.rmtree(folder, ignore_errors=True)
     process.returncode = ended.get(process.pid, -signal.SIGKILL)
     return process.returncode
@@ -64,25 +69,25 @@ def adopt_orphans() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
-def reap(ended: dict[int, int]) -> None:
-    """Collect every child that has ended: process id -> exit code, negative for a signal."""
+def reap(ended: dict[int, int]) -> bool:
+    """Collect every child that has ended, process id -> exit code, and tell whether no child is left."""
     while True:
         try:
             pid, status = os.waitpid(-1, os.WNOHANG)
         except ChildProcessError:
-            return
+            return True
         if pid == 0:
-            return
+            return False
         ended[pid] = os.waitstatus_to_exitcode(status)
 
 
-def wait_until(reached: Callable[[], bool], seconds: float, ended: dict[int, int]) -> None:
-    """Reap children until ``reached()`` or the time is over."""
+def wait_until(reached: Callable[[], bool], seconds: float, ended: dict[int, int]) -> bool:
+    """Reap children until ``reached()``, none is left, or the time is over; tell whether none is left."""
     deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        reap(ended)
-        if reached():
-            return
+    while True:
+        alone = reap(ended)
+        if alone or reached() or time.monotonic() >= deadline:
+            return alone
         time.sleep(_POLL_SECONDS / 2)
 
 

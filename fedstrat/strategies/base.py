@@ -11,7 +11,7 @@ import dataclasses
 import logging
 import uuid
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar, Generic, TypeVar, cast
 
 import torch
@@ -37,18 +37,18 @@ from fedstrat.payloads import (
     numpy_array,
 )
 from fedstrat.strategies import cohort, intake
-from fedstrat.strategies.rounds import run_rounds
-from fedstrat.strategies.settings import Configured, hyper
-from fedstrat.strategies.state import Clients, ServerState
+from fedstrat.strategies.arguments import CommonArguments
+from fedstrat.strategies.metrics import fairness_metrics, log_summary, mean_record
+from fedstrat.strategies.rounds import Abilities, RoundLoop
+from fedstrat.strategies.state import Clients, ServerState, Snapshot, pack_state, unpack_state
 
 logger = logging.getLogger("flwr")
 
 State = TypeVar("State", bound=ServerState)
 Up = TypeVar("Up", bound=Payload)
-MetricsFunction = Callable[[list[RecordDict], str], MetricRecord]
 
 
-class FedStrategy(Configured, Strategy, Generic[State, Up]):
+class FedStrategy(CommonArguments, Strategy, Generic[State, Up]):
     """A Flower Strategy whose algorithm is three pure functions of frozen state.
 
     Takes every argument of ``flwr.serverapp.strategy.FedAvg`` under its own name and meaning. Differs from it on
@@ -57,24 +57,8 @@ class FedStrategy(Configured, Strategy, Generic[State, Up]):
     keep their dtype, and the caller's configs are never written to.
     """
 
-    fraction_train: float = hyper(default=1.0, ge=0.0, le=1.0, doc="share of the nodes that train in a round")
-    fraction_evaluate: float = hyper(default=1.0, ge=0.0, le=1.0, doc="share of the nodes that evaluate in a round")
-    min_train_nodes: int = hyper(default=2, ge=0, doc="smallest number of nodes that train in a round")
-    min_evaluate_nodes: int = hyper(default=2, ge=0, doc="smallest number of nodes that evaluate in a round")
-    min_available_nodes: int = hyper(default=2, ge=0, doc="number of connected nodes that a round waits for")
-    weighted_by_key: str = hyper(default="num-examples", doc="metric that weights clients")
-    arrayrecord_key: str = hyper(default="arrays", doc="name of the model's ArrayRecord in messages")
-    configrecord_key: str = hyper(default="config", doc="name of the ConfigRecord in messages")
-    train_metrics_aggr_fn: MetricsFunction | None = hyper(default=None, doc="aggregates training metrics")
-    evaluate_metrics_aggr_fn: MetricsFunction | None = hyper(default=None, doc="aggregates evaluation metrics")
-    seed: int | None = hyper(default=None, ge=0, doc="fixes cohorts and the clients' own randomness")
-    trainable: Any = hyper(default=None, doc="names of the trained parameters, or a predicate; None: see Layout.of")
-    round_timeout: float | list[float] | None = hyper(default=None, doc="seconds a round waits for replies")
-    connect_timeout: float | None = hyper(default=600.0, gt=0.0, doc="seconds to wait for enough nodes")
-    min_replies: int = hyper(default=1, ge=1, doc="smallest number of good replies that makes a round count")
-    max_failed_rounds: int = hyper(default=3, ge=1, doc="failed rounds in a row that end the run")
-    max_update_norm: float | None = hyper(default=None, gt=0.0, doc="clips |y_i - x| of every client")
-
+    drop_stragglers = False
+    """Whether stragglers are left out instead of contributing their partial work."""
     payload: ClassVar[type[Payload]] = Payload
     """What the client half's replies add to the model."""
     needs: ClassVar[tuple[str, ...]] = ()
@@ -210,6 +194,9 @@ class FedStrategy(Configured, Strategy, Generic[State, Up]):
         self._adopt(arrays)
         nodes, size = self._meet(grid, self.fraction_train, self.min_train_nodes)
         chosen = cohort.draw(nodes, size, self.seed, "cohort", server_round)
+        shares = cohort.stragglers(chosen, self.straggler_share, self.seed, server_round)
+        if self.drop_stragglers:
+            chosen = [node for node in chosen if node not in shares]
         logger.info("configure_train: Sampled %s nodes (out of %s)", len(chosen), len(nodes))
         state = cast("State", self.state)
         encoded: dict[int, tuple[Any, dict[str, ArrayRecord]]] = {}
@@ -222,14 +209,16 @@ class FedStrategy(Configured, Strategy, Generic[State, Up]):
             model = arrays if sent.params is state.params else self._encode(sent.params, self.buffers)
             content: dict[str, Any] = {
                 self.arrayrecord_key: model,
-                self.configrecord_key: self._train_config(server_round, config, nodes[node]),
+                self.configrecord_key: self._train_config(server_round, config, nodes[node], shares.get(node)),
                 **encoded[id(sent.extra)][1],
             }
             messages.append(Message(RecordDict(content), node, MessageType.TRAIN, group_id=str(server_round)))
         self._sent = messages
         return messages
 
-    def _train_config(self, server_round: int, config: ConfigRecord, client: str) -> ConfigRecord:
+    def _train_config(
+        self, server_round: int, config: ConfigRecord, client: str, epochs_share: float | None
+    ) -> ConfigRecord:
         own: dict[str, Any] = {
             "algorithm": self.algorithm,
             "experiment-id": self.experiment_id,
@@ -239,6 +228,8 @@ class FedStrategy(Configured, Strategy, Generic[State, Up]):
         }
         if self.seed is not None:
             own["seed"] = self.seed
+        if epochs_share is not None:
+            own["epochs-share"] = epochs_share
         return ConfigRecord(
             {
                 **config,
@@ -356,20 +347,47 @@ class FedStrategy(Configured, Strategy, Generic[State, Up]):
             metrics.update(fairness_metrics(self.fairness))
         return metrics
 
+    # --- checkpoints ----------------------------------------------------------------------------------------
+
+    def snapshot(self, server_round: int) -> Snapshot:
+        """Everything that the next rounds depend on, after ``server_round``."""
+        state, layout = cast("State", self.state), cast("Layout", self.layout)
+        tensors, numbers = pack_state(state)
+        return Snapshot(
+            round=server_round,
+            algorithm=self.algorithm,
+            experiment_id=self.experiment_id,
+            settings={n: v for n, v in self.settings().items() if isinstance(v, bool | int | float | str)},
+            model=layout.join(state.params, self.buffers),
+            trainable=layout.trainable,
+            tensors=tensors,
+            numbers=numbers,
+            accepted=dict(self.accepted),
+            seen=tuple(in_order(self.seen)),
+        )
+
+    def restore(self, snapshot: Snapshot) -> ArrayRecord:
+        """Become what :meth:`snapshot` saw, and return the global model.
+
+        Raises:
+            StateError: The snapshot is of another algorithm, or of other settings; names the first that differs.
+        """
+        snapshot.check(self.algorithm, self.settings())
+        self.reset()
+        self.experiment_id = snapshot.experiment_id
+        self.layout = Layout.of(snapshot.model, snapshot.trainable)
+        params, self.buffers = self.layout.split(snapshot.model)
+        self.state = unpack_state(self.init_state(params), snapshot.tensors, snapshot.numbers)
+        self.accepted, self.seen = dict(snapshot.accepted), set(snapshot.seen)
+        self.arrays = self._encode(params, self.buffers)
+        return self.arrays
+
     # --- the run --------------------------------------------------------------------------------------------
 
     def summary(self) -> None:
         """Log the strategy's settings."""
-        logger.info("\t├──> Sampling:")
-        logger.info("\t│\t├──Fraction: train (%.2f) | evaluate ( %.2f)", self.fraction_train, self.fraction_evaluate)
-        logger.info("\t│\t├──Minimum nodes: train (%d) | evaluate (%d)", self.min_train_nodes, self.min_evaluate_nodes)
-        logger.info("\t│\t└──Minimum available nodes: %d", self.min_available_nodes)
-        logger.info("\t├──> Keys in records:")
-        logger.info("\t│\t├── Weighted by: '%s'", self.weighted_by_key)
-        logger.info("\t│\t├── ArrayRecord key: '%s'", self.arrayrecord_key)
-        logger.info("\t│\t└── ConfigRecord key: '%s'", self.configrecord_key)
-        own = {n: v for n, v in self.settings().items() if n not in FedStrategy.hypers}
-        logger.info("\t└──> %s: %s", type(self).__name__, ", ".join(f"{n}={v}" for n, v in own.items()))
+        own = {name: value for name, value in self.settings().items() if name not in CommonArguments.hypers}
+        log_summary(self, type(self).__name__, own)
 
     def start(
         self,
@@ -392,7 +410,8 @@ class FedStrategy(Configured, Strategy, Generic[State, Up]):
             train_config: Sent with every training message.
             evaluate_config: Sent with every evaluation message.
             evaluate_fn: Evaluates the global model on the server, before round 1 and after every round.
-            **abilities: See :func:`fedstrat.strategies.rounds.run_rounds`: ``on_round``, ``evaluate_every``.
+            **abilities: See :class:`fedstrat.strategies.rounds.Abilities`: ``on_round``, ``evaluate_every``,
+                ``should_end``, ``checkpoints``, ``resume``.
 
         Returns:
             Flower's Result; ``arrays`` is the last good model, also when rounds failed.
@@ -401,31 +420,14 @@ class FedStrategy(Configured, Strategy, Generic[State, Up]):
             RunFailedError: Too few nodes, ``max_failed_rounds`` failed rounds in a row, or no round succeeded.
                 Its ``result`` holds the last good model.
         """
-        return run_rounds(
-            self,
-            grid,
-            initial_arrays,
+        rounds = RoundLoop(
+            strategy=self,
+            grid=grid,
             num_rounds=num_rounds,
             timeout=timeout,
             train_config=train_config or ConfigRecord(),
             evaluate_config=evaluate_config or ConfigRecord(),
             evaluate_fn=evaluate_fn,
-            **abilities,
+            abilities=Abilities(**abilities),
         )
-
-
-def fairness_metrics(f: Fairness) -> Mapping[str, float]:
-    """The fairness numbers under their names in a MetricRecord."""
-    return {
-        "loss": f.loss,
-        "accuracy": f.accuracy,
-        "accuracy-mean": f.mean,
-        "accuracy-best10": f.best10,
-        "accuracy-worst10": f.worst10,
-        "accuracy-std": f.std,
-    }
-
-
-def mean_record(contents: list[RecordDict], weight_key: str) -> MetricRecord:
-    """Example-weighted mean of every metric."""
-    return MetricRecord(intake.mean_metrics(contents, weight_key))
+        return rounds.run(initial_arrays)

@@ -82,6 +82,20 @@ def draw(clients: Mapping[int, str], size: int, seed: int | None, *path: int | s
     return [nodes[i] for i in sorted(chosen)]
 
 
+def stragglers(cohort: list[int], share: float, seed: int | None, server_round: int) -> dict[int, float]:
+    """Choose who runs fewer epochs this round, and how many: node id -> share in [0, 1) of what is above one epoch.
+
+    ``floor(share * m)`` of the cohort, a uniformly random number of epochs each, depending on (seed, round) and the
+    cohort alone, so that every algorithm sees the same stragglers. As in the experiments of FedProx.
+    """
+    count = int(share * len(cohort))
+    if count == 0:
+        return {}
+    generator = np.random.default_rng() if seed is None else rng(seed, "stragglers", server_round)
+    slow = generator.choice(len(cohort), size=count, replace=False)
+    return {cohort[i]: float(u) for i, u in zip(sorted(slow), generator.random(count), strict=True)}
+
+
 class Roster:
     """Which client sits on which node.
 

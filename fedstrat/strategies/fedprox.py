@@ -35,6 +35,7 @@ class FedProx(FedAvg):
         default=0.0, ge=0.0, le=1.0, symbol="gamma", doc="inexactness that stops local training; 0: off"
     )
     server_lr = 1.0  # not a setting of FedProx
+    drop_stragglers = False  # nor this: it takes their partial work
 
 
 @dataclass

@@ -26,6 +26,7 @@ class FedSAM(FedAvg):
     """Clients look for flat minima: two gradients a step."""
 
     rho: float = hyper(default=0.05, ge=0.0, symbol="rho", doc="radius of the perturbation")
+    drop_stragglers = False  # not a setting of FedSAM
     server_lr: float = hyper(default=1.0, gt=0.0, symbol="eta_g", doc="scales the averaged displacement")
 
 

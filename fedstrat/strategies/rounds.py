@@ -1,9 +1,11 @@
-"""The round loop behind ``strategy.start``: exchange, step, evaluate, report."""
+"""The round loop behind ``strategy.start``: exchange, step, evaluate, report, save."""
 
+import dataclasses
 import logging
 import time
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
@@ -13,6 +15,7 @@ from fedstrat.errors import RunFailedError
 from fedstrat.flower import exchange
 from fedstrat.metrics.rounds import RoundReport, Traffic
 from fedstrat.metrics.traffic import count
+from fedstrat.strategies.state import Snapshot
 
 if TYPE_CHECKING:
     from fedstrat.strategies.base import FedStrategy
@@ -20,99 +23,185 @@ if TYPE_CHECKING:
 logger = logging.getLogger("flwr")
 
 EvaluateFunction = Callable[[int, ArrayRecord], MetricRecord | None]
+_RECORDS = ("train_metrics_clientapp", "evaluate_metrics_clientapp", "evaluate_metrics_serverapp")
 
 
-def run_rounds(
-    strategy: "FedStrategy[Any, Any]",
-    grid: Grid,
-    initial_arrays: ArrayRecord,
-    *,
-    num_rounds: int,
-    timeout: float,
-    train_config: ConfigRecord,
-    evaluate_config: ConfigRecord,
-    evaluate_fn: EvaluateFunction | None,
-    on_round: Callable[[RoundReport], None] | None = None,
-    evaluate_every: int = 1,
-) -> Result:
-    """Run the rounds of a strategy.
+class Checkpoints(Protocol):
+    """Where snapshots go; see ``fedstrat.runs.checkpoint``."""
 
-    Args:
+    def due(self, server_round: int, *, every_round: bool, last: bool) -> bool:
+        """Whether this round is saved."""
+
+    def save(self, snapshot: Snapshot) -> None:
+        """Save a snapshot atomically."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Abilities:
+    """What ``strategy.start`` takes beyond Flower's arguments, all by keyword.
+
+    Attributes:
+        on_round: Called with every round's report, also with that of a round that ends the run.
+        evaluate_every: Evaluate on the clients after every so many rounds, and after the last.
+        should_end: Asked after every round whether the run has reached its goal.
+        checkpoints: Where rounds are saved, each before it is acknowledged to the clients.
+        resume: Go on after this snapshot, instead of from ``initial_arrays``.
+    """
+
+    on_round: Callable[[RoundReport], None] | None = None
+    evaluate_every: int = 1
+    should_end: Callable[[RoundReport], bool] | None = None
+    checkpoints: Checkpoints | None = None
+    resume: Snapshot | None = None
+
+
+@dataclass(kw_only=True)
+class RoundLoop:
+    """One run of a strategy.
+
+    Attributes:
         strategy: Whose rounds.
         grid: Where the nodes are.
-        initial_arrays: The initial model.
         num_rounds: Number of rounds.
         timeout: Seconds that a round waits for replies, where the strategy's ``round_timeout`` doesn't say.
         train_config: Sent with every training message.
         evaluate_config: Sent with every evaluation message.
         evaluate_fn: Evaluates the global model on the server.
-        on_round: Called with every round's report.
-        evaluate_every: Evaluate on the clients after every so many rounds, and after the last.
-
-    Raises:
-        RunFailedError: See ``FedStrategy.start``.
+        abilities: The rest.
     """
-    strategy.reset()
-    logger.info("Starting %s strategy:", type(strategy).__name__)
-    strategy.summary()
-    result = Result(arrays=initial_arrays)
-    if evaluate_fn is not None:
-        _keep(result.evaluate_metrics_serverapp, 0, evaluate_fn(0, initial_arrays))
-    succeeded = 0
-    for server_round in range(1, num_rounds + 1):
+
+    strategy: "FedStrategy[Any, Any]"
+    grid: Grid
+    num_rounds: int
+    timeout: float
+    train_config: ConfigRecord
+    evaluate_config: ConfigRecord
+    evaluate_fn: EvaluateFunction | None
+    abilities: Abilities
+
+    def run(self, initial_arrays: ArrayRecord) -> Result:
+        """Run all rounds.
+
+        Raises:
+            RunFailedError: See ``FedStrategy.start``.
+            StateError: ``resume`` is of another run, or a checkpoint can't be written.
+        """
+        strategy, resume = self.strategy, self.abilities.resume
+        if resume is None:
+            strategy.reset()
+            self.result = Result(arrays=initial_arrays)
+        else:
+            self.result = Result(arrays=strategy.restore(resume))
+            for name, records in resume.metrics.items():
+                getattr(self.result, name).update({int(t): MetricRecord(dict(r)) for t, r in records.items()})
+        logger.info("Starting %s strategy:", type(strategy).__name__)
+        strategy.summary()
+        if resume is None:
+            self._evaluate_on_server(0)
+        self.succeeded = len(self.result.train_metrics_clientapp)
+        for server_round in range(resume.round + 1 if resume else 1, self.num_rounds + 1):
+            if self._round(server_round):
+                break
+        return self.result
+
+    def _round(self, server_round: int) -> bool:
+        """Run one round; returns whether the run ends here."""
         begun = time.monotonic()
-        logger.info("[ROUND %s/%s]", server_round, num_rounds)
-        deadline = _timeout(strategy, server_round, timeout)
-        traffic: dict[str, tuple[int, int]] = {}
-        strategy.counts = strategy.fairness = None
+        logger.info("[ROUND %s/%s]", server_round, self.num_rounds)
+        self._traffic: dict[str, tuple[int, int]] = {}
         failure: RunFailedError | None = None
         try:
-            arrays, metrics = None, None
-            sent, replies = _exchange(
-                grid, strategy.configure_train(server_round, result.arrays, train_config, grid), deadline
-            )
-            traffic |= {"train_down": _count(sent), "train_up": _count(replies)}
-            if sent:
-                arrays, metrics = strategy.aggregate_train(server_round, replies)
-            result.arrays = arrays or result.arrays
-            succeeded += arrays is not None
-            _keep(result.train_metrics_clientapp, server_round, metrics)
-
-            if server_round % max(evaluate_every, 1) == 0 or server_round == num_rounds:
-                sent, replies = _exchange(
-                    grid,
-                    strategy.configure_evaluate(server_round, result.arrays, evaluate_config, grid),
-                    deadline,
-                )
-                traffic |= {"evaluate_down": _count(sent), "evaluate_up": _count(replies)}
-                if sent:
-                    evaluated = strategy.aggregate_evaluate(server_round, replies)
-                    _keep(result.evaluate_metrics_clientapp, server_round, evaluated)
-            if evaluate_fn is not None:
-                _keep(result.evaluate_metrics_serverapp, server_round, evaluate_fn(server_round, result.arrays))
-            if server_round == num_rounds and succeeded == 0 and strategy.fraction_train > 0.0:
-                raise RunFailedError(f"no round of {num_rounds} succeeded: {strategy.failure_reasons()}")
+            self._train(server_round)
+            self._evaluate(server_round)
+            self._evaluate_on_server(server_round)
+            if server_round == self.num_rounds and not self.succeeded and self.strategy.fraction_train > 0.0:
+                raise RunFailedError(f"no round of {self.num_rounds} succeeded: {self.strategy.failure_reasons()}")
         except RunFailedError as error:
-            error.result = result  # the last good model is never lost
+            error.result = self.result  # the last good model is never lost
             failure = error
-        if on_round is not None:
-            seconds = time.monotonic() - begun
-            on_round(_report(strategy, result, server_round, num_rounds, seconds, _traffic(traffic)))
+        report = self._report(server_round, time.monotonic() - begun)
+        if self.abilities.on_round is not None:
+            self.abilities.on_round(report)
         if failure is not None:
             raise failure
-    return result
+        ends = self.abilities.should_end is not None and self.abilities.should_end(report)
+        self._save(server_round, last=ends or server_round == self.num_rounds)
+        return ends
 
+    def _train(self, server_round: int) -> None:
+        arrays = self.result.arrays
+        messages = self.strategy.configure_train(server_round, arrays, self.train_config, self.grid)
+        sent, replies = self._exchange("train", messages, server_round)
+        if sent:
+            new, metrics = self.strategy.aggregate_train(server_round, replies)
+            self.succeeded += new is not None
+            self.result.arrays = arrays if new is None else new
+            _keep(self.result.train_metrics_clientapp, server_round, metrics)
 
-def _exchange(grid: Grid, messages: Any, timeout: float) -> tuple[list[Message], list[Message]]:
-    sent = list(messages)
-    return sent, exchange(grid, sent, timeout)
+    def _evaluate(self, server_round: int) -> None:
+        self.strategy.counts = self.strategy.fairness = None
+        if server_round % max(self.abilities.evaluate_every, 1) and server_round != self.num_rounds:
+            return
+        messages = self.strategy.configure_evaluate(server_round, self.result.arrays, self.evaluate_config, self.grid)
+        sent, replies = self._exchange("evaluate", messages, server_round)
+        if sent:
+            metrics = self.strategy.aggregate_evaluate(server_round, replies)
+            _keep(self.result.evaluate_metrics_clientapp, server_round, metrics)
 
+    def _evaluate_on_server(self, server_round: int) -> None:
+        if self.evaluate_fn is not None:
+            metrics = self.evaluate_fn(server_round, self.result.arrays)
+            _keep(self.result.evaluate_metrics_serverapp, server_round, metrics)
 
-def _timeout(strategy: "FedStrategy[Any, Any]", server_round: int, default: float) -> float:
-    own = strategy.round_timeout
-    if isinstance(own, list):
-        own = own[min(server_round, len(own)) - 1] if own else None
-    return own or default
+    def _exchange(
+        self, phase: str, messages: Iterable[Message], server_round: int
+    ) -> tuple[list[Message], list[Message]]:
+        sent = list(messages)
+        own = self.strategy.round_timeout
+        if isinstance(own, list):
+            own = own[min(server_round, len(own)) - 1] if own else None
+        replies = exchange(self.grid, sent, own or self.timeout)
+        self._traffic |= {f"{phase}_down": _count(sent), f"{phase}_up": _count(replies)}
+        return sent, replies
+
+    def _save(self, server_round: int, *, last: bool) -> None:
+        # The next broadcast acknowledges this round: clients commit their state only once this is on disk.
+        checkpoints = self.abilities.checkpoints
+        if checkpoints is None or self.strategy.state is None:
+            return
+        if checkpoints.due(server_round, every_round=self.strategy.stateful_clients, last=last):
+            metrics = {
+                name: {str(t): dict(record) for t, record in getattr(self.result, name).items()} for name in _RECORDS
+            }
+            checkpoints.save(dataclasses.replace(self.strategy.snapshot(server_round), metrics=metrics))
+
+    def _report(self, server_round: int, seconds: float) -> RoundReport:
+        def floats(metrics: dict[int, MetricRecord]) -> dict[str, float]:
+            return {k: float(v) for k, v in metrics.get(server_round, {}).items() if isinstance(v, int | float)}
+
+        strategy, nothing = self.strategy, (0, 0)
+        down, up = self._traffic.get("train_down", nothing), self._traffic.get("train_up", nothing)
+        return RoundReport(
+            round=server_round,
+            num_rounds=self.num_rounds,
+            seconds=seconds,
+            aggregated=bool(strategy.trained),
+            trained=strategy.trained,
+            failed=dict(strategy.failed),
+            train=floats(self.result.train_metrics_clientapp),
+            diagnostics=dict(strategy.diagnostics),
+            counts=strategy.counts,
+            fairness=strategy.fairness,
+            server=floats(self.result.evaluate_metrics_serverapp),
+            traffic=Traffic(
+                train_down_payload=down[0],
+                train_up_payload=up[0],
+                train_down_wire=down[1],
+                train_up_wire=up[1],
+                evaluate_down_wire=self._traffic.get("evaluate_down", nothing)[1],
+                evaluate_up_wire=self._traffic.get("evaluate_up", nothing)[1],
+            ),
+        )
 
 
 def _keep(metrics: dict[int, MetricRecord], server_round: int, record: MetricRecord | None) -> None:
@@ -123,44 +212,3 @@ def _keep(metrics: dict[int, MetricRecord], server_round: int, record: MetricRec
 def _count(messages: list[Message]) -> tuple[int, int]:
     counts = [count(message.content) for message in messages if message.has_content()]
     return sum(payload for payload, _ in counts), sum(wire for _, wire in counts)
-
-
-def _traffic(counts: dict[str, tuple[int, int]]) -> Traffic:
-    nothing = (0, 0)
-    down_payload, down_wire = counts.get("train_down", nothing)
-    up_payload, up_wire = counts.get("train_up", nothing)
-    return Traffic(
-        train_down_payload=down_payload,
-        train_up_payload=up_payload,
-        train_down_wire=down_wire,
-        train_up_wire=up_wire,
-        evaluate_down_wire=counts.get("evaluate_down", nothing)[1],
-        evaluate_up_wire=counts.get("evaluate_up", nothing)[1],
-    )
-
-
-def _report(
-    strategy: "FedStrategy[Any, Any]",
-    result: Result,
-    server_round: int,
-    num_rounds: int,
-    seconds: float,
-    traffic: Traffic,
-) -> RoundReport:
-    def floats(metrics: dict[int, MetricRecord]) -> dict[str, float]:
-        return {k: float(v) for k, v in metrics.get(server_round, {}).items() if isinstance(v, int | float)}
-
-    return RoundReport(
-        round=server_round,
-        num_rounds=num_rounds,
-        seconds=seconds,
-        aggregated=bool(strategy.trained),
-        trained=strategy.trained,
-        failed=dict(strategy.failed),
-        train=floats(result.train_metrics_clientapp),
-        diagnostics=dict(strategy.diagnostics),
-        counts=strategy.counts,
-        fairness=strategy.fairness,
-        server=floats(result.evaluate_metrics_serverapp),
-        traffic=traffic,
-    )

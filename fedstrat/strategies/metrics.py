@@ -1,0 +1,43 @@
+"""Flower's view of a round's numbers: MetricRecords and the log's summary."""
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from flwr.app import MetricRecord, RecordDict
+
+from fedstrat.metrics.fairness import Fairness
+from fedstrat.strategies import intake
+from fedstrat.strategies.arguments import CommonArguments
+
+logger = logging.getLogger("flwr")
+
+
+def fairness_metrics(f: Fairness) -> Mapping[str, float]:
+    """The fairness numbers under their names in a MetricRecord."""
+    return {
+        "loss": f.loss,
+        "accuracy": f.accuracy,
+        "accuracy-mean": f.mean,
+        "accuracy-best10": f.best10,
+        "accuracy-worst10": f.worst10,
+        "accuracy-std": f.std,
+    }
+
+
+def mean_record(contents: list[RecordDict], weight_key: str) -> MetricRecord:
+    """Example-weighted mean of every metric."""
+    return MetricRecord(intake.mean_metrics(contents, weight_key))
+
+
+def log_summary(common: CommonArguments, name: str, own: Mapping[str, Any]) -> None:
+    """Log a strategy's settings in the layout of Flower's own summary."""
+    logger.info("\t├──> Sampling:")
+    logger.info("\t│\t├──Fraction: train (%.2f) | evaluate ( %.2f)", common.fraction_train, common.fraction_evaluate)
+    logger.info("\t│\t├──Minimum nodes: train (%d) | evaluate (%d)", common.min_train_nodes, common.min_evaluate_nodes)
+    logger.info("\t│\t└──Minimum available nodes: %d", common.min_available_nodes)
+    logger.info("\t├──> Keys in records:")
+    logger.info("\t│\t├── Weighted by: '%s'", common.weighted_by_key)
+    logger.info("\t│\t├── ArrayRecord key: '%s'", common.arrayrecord_key)
+    logger.info("\t│\t└── ConfigRecord key: '%s'", common.configrecord_key)
+    logger.info("\t└──> %s: %s", name, ", ".join(f"{key}={value}" for key, value in own.items()))
