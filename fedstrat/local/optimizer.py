@@ -51,6 +51,7 @@ class RuleOptimizer(torch.optim.Optimizer):
             for p in group["params"]:
                 if id(p) in names:
                     rule.weight_decays[names[id(p)]] = group["rule_weight_decay"]
+        rule.momentum = float(base.param_groups[0].get("momentum", 0.0))
         held = {id(p) for group in base.param_groups for p in group["params"]}
         missing = [n for n, p in rule.params.items() if id(p) not in held]
         if missing and rule.acts_on_all:

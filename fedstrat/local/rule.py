@@ -42,6 +42,7 @@ class LocalRule(Generic[Received, Sent]):
         num_steps: Local steps taken so far, K_i (a step that a GradScaler skipped doesn't count).
         lr_sums: Per parameter, the sum of the learning rates of those steps.
         weight_decays: Per parameter, lambda of the optimizer, which is part of f_i.
+        momentum: Momentum of the optimizer, where it is SGD.
     """
 
     receives: ClassVar[type[Any] | None] = None
@@ -67,6 +68,7 @@ class LocalRule(Generic[Received, Sent]):
         self.num_steps = 0
         self.lr_sums = dict.fromkeys(params, 0.0)
         self.weight_decays = dict.fromkeys(params, 0.0)
+        self.momentum = 0.0
         # A list of detached copies, not a generator: it is read at every step.
         self.initial = {n: p.detach().clone() for n, p in params.items()} if self.keeps_initial else {}
         self.start(received, state)
@@ -104,6 +106,10 @@ class LocalRule(Generic[Received, Sent]):
 
     def prepare(self, full_gradient: FullGradient) -> None:
         """Called before the first step where ``needs_calls`` holds ``full_gradient``."""
+
+    def metrics(self) -> dict[str, float]:
+        """Return numbers that the server's half needs, such as FedNova's ``step-norm``."""
+        return {}
 
     def finish(self) -> tuple[Sent | None, Tensors | None]:
         """Return what travels beside the model, and the next state (None: nothing of either)."""

@@ -183,6 +183,7 @@ class LocalSession:
             "num-examples": num_examples,
             "num-steps": self.rule.num_steps,
             "lr-sum": self.rule.lr_sum,
+            **self.rule.metrics(),
             **(metrics or {}),
         }
         if math.isfinite(self._loss_before):

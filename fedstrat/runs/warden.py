@@ -32,9 +32,10 @@ def main(arguments: list[str]) -> int:
     """Start the command, wait for it or for the owner's end, then leave nothing behind."""
     folder, *command = arguments
     adopt_orphans()
-    # Only the pipe decides: a Ctrl-C in the terminal is the owner's to handle.
+    # Only the pipe decides: a Ctrl-C in the terminal is the owner's to handle. (Ignored signals would stay ignored
+    # in the command; handled ones don't.)
     for number in (signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
+        signal.signal(number, lambda _number, _frame: None)
     told_to_stop: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, _frame: told_to_stop.append(number))
 

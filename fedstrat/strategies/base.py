@@ -97,6 +97,10 @@ class FedStrategy(CommonArguments, Strategy, Generic[State, Up]):
         del client
         return Broadcast(state.params, NOTHING)
 
+    def evaluated(self, state: State) -> Params:
+        """Return the model that is evaluated and handed out; x itself, unless a method averages or looks ahead."""
+        return state.params
+
     @abstractmethod
     def aggregate(self, state: State, updates: Sequence[Update[Up]]) -> State:
         """Return the state after a round; ``updates`` are sorted by client id and never empty."""
@@ -199,18 +203,20 @@ class FedStrategy(CommonArguments, Strategy, Generic[State, Up]):
             chosen = [node for node in chosen if node not in shares]
         logger.info("configure_train: Sampled %s nodes (out of %s)", len(chosen), len(nodes))
         state = cast("State", self.state)
-        encoded: dict[int, tuple[Any, dict[str, ArrayRecord]]] = {}
+        # Equal objects are encoded once; each is kept, so that its id stays its own.
+        models: dict[int, tuple[Params, ArrayRecord]] = {id(self.evaluated(state)): (self.evaluated(state), arrays)}
+        extras: dict[int, tuple[Payload, dict[str, ArrayRecord]]] = {}
         messages = []
         for node in chosen:
             sent = self.broadcast(state, nodes[node])
-            # Equal objects are encoded once; the object itself is kept so that its id stays its own.
-            if id(sent.extra) not in encoded:
-                encoded[id(sent.extra)] = (sent.extra, sent.extra.encode())
-            model = arrays if sent.params is state.params else self._encode(sent.params, self.buffers)
+            if id(sent.params) not in models:
+                models[id(sent.params)] = (sent.params, self._encode(sent.params, self.buffers))
+            if id(sent.extra) not in extras:
+                extras[id(sent.extra)] = (sent.extra, sent.extra.encode())
             content: dict[str, Any] = {
-                self.arrayrecord_key: model,
+                self.arrayrecord_key: models[id(sent.params)][1],
                 self.configrecord_key: self._train_config(server_round, config, nodes[node], shares.get(node)),
-                **encoded[id(sent.extra)][1],
+                **extras[id(sent.extra)][1],
             }
             messages.append(Message(RecordDict(content), node, MessageType.TRAIN, group_id=str(server_round)))
         self._sent = messages
@@ -260,7 +266,7 @@ class FedStrategy(CommonArguments, Strategy, Generic[State, Up]):
         if broken:
             return self._no_step(server_round, f"the step would make '{broken[0]}' NaN or infinite; it wasn't taken")
         self.state, self.buffers = after, buffers
-        self.arrays = self._encode(after.params, buffers)
+        self.arrays = self._encode(self.evaluated(after), buffers)
         self.trained = tuple(u.client for u in updates)
         self.accepted.update(dict.fromkeys(self.trained, server_round))
         self.failed_rounds = 0
@@ -379,7 +385,7 @@ class FedStrategy(CommonArguments, Strategy, Generic[State, Up]):
         params, self.buffers = self.layout.split(snapshot.model)
         self.state = unpack_state(self.init_state(params), snapshot.tensors, snapshot.numbers)
         self.accepted, self.seen = dict(snapshot.accepted), set(snapshot.seen)
-        self.arrays = self._encode(params, self.buffers)
+        self.arrays = self._encode(self.evaluated(self.state), self.buffers)
         return self.arrays
 
     # --- the run --------------------------------------------------------------------------------------------
