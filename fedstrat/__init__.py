@@ -10,7 +10,7 @@ __version__ = "0.1.0"
 
 _HOME = {
     **dict.fromkeys(
-        ("CRAFT", "SCAFFOLD", "ConFIG", "FedAvg", "FedAvgM", "FedProx", "FedSAM", "FedVSSAM", "MoFedSAM"),
+        ("CRAFT", "SCAFFOLD", "ConFIG", "FedAvg", "FedAvgM", "FedCSPACK", "FedProx", "FedSAM", "FedVSSAM", "MoFedSAM"),
         "fedstrat.strategies",
     ),
     "LocalSession": "fedstrat.local.session",
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     )
 
 __all__ = [
-    "CRAFT", "SCAFFOLD", "ConFIG", "FedAvg", "FedAvgM", "FedProx", "FedSAM", "FedVSSAM", "LocalSession", "MoFedSAM",
+    "CRAFT", "SCAFFOLD", "ConFIG", "FedAvg", "FedAvgM", "FedCSPACK", "FedProx", "FedSAM", "FedVSSAM", "LocalSession", "MoFedSAM",
     "__version__", "evaluate", "load_arrays", "query", "to_arrays", "train",
 ]  # fmt: skip
 

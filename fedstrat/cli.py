@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from fedstrat.deploy.commands import keys
 from fedstrat.errors import FedstratError
 
 app = typer.Typer(
@@ -17,6 +18,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+app.add_typer(keys, name="keys")
 
 
 def main() -> None:

@@ -63,7 +63,11 @@ def train(
             weight_decay=float(run.get("train.weight-decay", 0.0)),
             clip_norm=float(run.get("train.clip-norm", 0.0)),
         )
-        passes = int(_first(epochs, session.config, run, "epochs", ("local-epochs", "epochs"), "train.local-epochs"))
+        own_epochs = context.node_config.get("local-epochs")  # a node of smaller means
+        passes = int(
+            own_epochs
+            or _first(epochs, session.config, run, "epochs", ("local-epochs", "epochs"), "train.local-epochs")
+        )
         for call in ("full_gradient", "loss_before"):
             if call in session.rule.needs_calls:
                 getattr(session, call)(loader, loss_fn)
@@ -99,7 +103,7 @@ def evaluate(
     """
     from fedstrat.local import loop  # noqa: PLC0415
     from fedstrat.local.device import threads  # noqa: PLC0415
-    from fedstrat.local.session import model_record  # noqa: PLC0415
+    from fedstrat.local.session import asks_for_personal, load_own, model_record  # noqa: PLC0415
     from fedstrat.payloads import load_arrays  # noqa: PLC0415
 
     run = context.run_config
@@ -107,7 +111,12 @@ def evaluate(
     with threads(_threads(run)):
         load_arrays(model, model_record(msg))
         correct, loss_sum, seen = loop.evaluate(model, loader, loss_fn=loss_fn or _cross_entropy())
-    metrics = MetricRecord({"num-examples": seen, "num-correct": correct, "loss-sum": loss_sum})
+        metrics = MetricRecord({"num-examples": seen, "num-correct": correct, "loss-sum": loss_sum})
+        if asks_for_personal(msg):
+            # A client that never trained has no model of its own yet: its personal model is the global one.
+            if load_own(msg, context, model):
+                correct, loss_sum, _ = loop.evaluate(model, loader, loss_fn=loss_fn or _cross_entropy())
+            metrics["personal-num-correct"], metrics["personal-loss-sum"] = correct, loss_sum
     return Message(RecordDict({"metrics": metrics, "client": _about(context)}), reply_to=msg)
 
 

@@ -10,7 +10,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, ClassVar, Generic, Self, TypeVar
 
 import numpy as np
 import torch
@@ -299,11 +299,18 @@ class Payload:
     tensor per trainable parameter, of its shape, in :func:`state_dtype`.
     """
 
+    per_parameter: ClassVar[bool] = True
+    """Whether every field holds one tensor per parameter."""
+
+    @classmethod
+    def names(cls) -> list[str]:
+        """The fields, which travel as records of the same name in kebab-case."""
+        return [f.name for f in dataclasses.fields(cls)]
+
     def encode(self) -> dict[str, ArrayRecord]:
         """Encode every field as an ArrayRecord of our own serialisation type."""
         return {
-            kebab(f.name): ArrayRecord({n: raw_array(t) for n, t in getattr(self, f.name).items()})
-            for f in dataclasses.fields(self)
+            kebab(name): ArrayRecord({n: raw_array(t) for n, t in getattr(self, name).items()}) for name in self.names()
         }
 
     @classmethod
@@ -314,14 +321,14 @@ class Payload:
             PayloadError: A record is missing or doesn't fit; the message says which client half is needed.
         """
         values = {}
-        for f in dataclasses.fields(cls):
-            record = content.array_records.get(kebab(f.name))
+        for name in cls.names():
+            record = content.array_records.get(kebab(name))
             if record is None:
                 raise PayloadError(
-                    f"record '{kebab(f.name)}' is missing; {sender}: train with fedstrat.train(…), or inside"
+                    f"record '{kebab(name)}' is missing; {sender}: train with fedstrat.train(…), or inside"
                     " `with LocalSession(msg, context, model) as session:` and reply with session.reply(…)"
                 )
-            values[f.name] = decode(record, kebab(f.name))
+            values[name] = decode(record, kebab(name))
         payload = cls(**values)
         payload.check(params)
         return payload
@@ -329,8 +336,8 @@ class Payload:
     def check(self, params: Params) -> None:
         """Check every field: one finite tensor per parameter, of its shape, in :func:`state_dtype`."""
         like = {n: torch.empty_like(p, dtype=state_dtype(p), device="meta") for n, p in params.items()}
-        for f in dataclasses.fields(self):
-            check_like(getattr(self, f.name), like, kebab(f.name), owner="the global model", finite=True)
+        for name in self.names():
+            check_like(getattr(self, name), like, kebab(name), owner="the global model", finite=True)
 
 
 NOTHING = Payload()
@@ -342,9 +349,12 @@ Up = TypeVar("Up", bound=Payload)
 
 @dataclass(frozen=True)
 class Broadcast(Generic[Down]):
-    """What the server sends one client: the model's parameters, and the algorithm's own payload."""
+    """What the server sends one client: the model's parameters, and the algorithm's own payload.
 
-    params: Params
+    Without parameters (None) the payload says how the client's own model changes; buffers that ever changed go along.
+    """
+
+    params: Params | None
     extra: Down
 
 

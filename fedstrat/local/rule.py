@@ -38,6 +38,7 @@ class LocalRule(Generic[Received, Sent]):
 
     Attributes:
         params: The model's trainable parameters by name, live.
+        buffers: Everything else of the model, live.
         initial: Their values as received, x (detached copies; only where ``keeps_initial``).
         num_steps: Local steps taken so far, K_i (a step that a GradScaler skipped doesn't count).
         lr_sums: Per parameter, the sum of the learning rates of those steps.
@@ -49,6 +50,10 @@ class LocalRule(Generic[Received, Sent]):
     """Payload type that comes beside the model; None where nothing does."""
     keeps_state: ClassVar[bool] = False
     """Whether the client remembers something that depends on what the server accepted."""
+    sends_model: ClassVar[bool] = True
+    """Whether the trained model travels; otherwise the rule's payload stands for it."""
+    local_settings: ClassVar[tuple[str, ...]] = ()
+    """Fields that a node may set for itself in its node config."""
     passes: ClassVar[int] = 1
     """Gradient evaluations of a step; 2 needs ``optimizer.step(closure)``."""
     keeps_initial: ClassVar[bool] = False
@@ -62,14 +67,17 @@ class LocalRule(Generic[Received, Sent]):
     done = False
     """Whether there is nothing to train: the received model already solves the local problem."""
 
-    def begin(self, params: dict[str, torch.nn.Parameter], received: Received, state: Tensors | None) -> None:
+    def begin(
+        self, params: dict[str, torch.nn.Parameter], buffers: Tensors, received: Received, state: Tensors | None
+    ) -> None:
         """Called by the session: keep what every rule needs, then :meth:`start`."""
         self.params = params
+        self.buffers = buffers
         self.num_steps = 0
         self.lr_sums = dict.fromkeys(params, 0.0)
         self.weight_decays = dict.fromkeys(params, 0.0)
         self.momentum = 0.0
-        # A list of detached copies, not a generator: it is read at every step.
+        # Detached copies, not a generator: they are read at every step.
         self.initial = {n: p.detach().clone() for n, p in params.items()} if self.keeps_initial else {}
         self.start(received, state)
 
@@ -110,6 +118,10 @@ class LocalRule(Generic[Received, Sent]):
     def metrics(self) -> dict[str, float]:
         """Return numbers that the server's half needs, such as FedNova's ``step-norm``."""
         return {}
+
+    def personal_model(self) -> dict[str, torch.Tensor]:
+        """The model as it is now, as entries ``personal/<name>`` of a client's state."""
+        return {f"personal/{n}": t.detach().clone() for n, t in {**self.params, **self.buffers}.items()}
 
     def finish(self) -> tuple[Sent | None, Tensors | None]:
         """Return what travels beside the model, and the next state (None: nothing of either)."""

@@ -1,25 +1,30 @@
 """LocalSession: message in, reply out, around any training loop, ours or the user's."""
 
+import logging
 import math
 from collections.abc import Iterable, Mapping
 from types import TracebackType
 from typing import Any, Self
 
 import torch
-from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 
 from fedstrat.errors import PayloadError, RuleError, nearest
 from fedstrat.flower import client_id
 from fedstrat.local import loop
 from fedstrat.local.optimizer import RuleOptimizer
 from fedstrat.local.rule import LocalRule, LossFunction
-from fedstrat.local.state import StateLostError, open_store, settle
-from fedstrat.naming import snake
-from fedstrat.payloads import load_arrays, to_arrays
+from fedstrat.local.state import StateLostError, open_store, peek, settle
+from fedstrat.naming import kebab, snake
+from fedstrat.payloads import check_like, decode, load_arrays, raw_array, to_arrays
 from fedstrat.seeding import derive
 
 _PREFIX = "fedstrat."
-_PLUMBING = {"algorithm", "experiment-id", "accepted-round", "pack-content", "seed", "epochs-share"}
+_PERSONAL = "personal/"
+_PLUMBING = {
+    "algorithm", "experiment-id", "accepted-round", "pack-content", "seed", "epochs-share", "evaluate-personal",
+}  # fmt: skip
+logger = logging.getLogger("flwr")
 
 
 class LocalSession:
@@ -48,7 +53,7 @@ class LocalSession:
         self.config: dict[str, Any] = {k: v for k, v in whole.items() if not k.startswith(_PREFIX)}
         self.client = client_id(context)
         self.server_round = int(whole["server-round"])  # type: ignore[arg-type]
-        self.rule = _rule(str(self._own["algorithm"]), self._own)
+        self.rule = _rule(str(self._own["algorithm"]), self._own, context.node_config)
         self.lost = False
         self._optimizer: RuleOptimizer | None = None
         self._called: set[str] = set()
@@ -71,29 +76,53 @@ class LocalSession:
             torch.manual_seed(self.seed)
         params = {n: p for n, p in self._model.named_parameters() if p.requires_grad}
         received_type = self.rule.receives
-        extras = received_type.__dataclass_fields__ if received_type else {}
+        buffers = {n: t for n, t in self._model.state_dict().items() if n not in params}
         received = self._receive_extra(received_type, params)
+        state = self._settle()
+        self._load(state)
+        self._buffers_before = {n: t.clone() for n, t in buffers.items()} if not self.rule.sends_model else {}
+        self.rule.begin(params, buffers, received, state if self.rule.keeps_state else None)
+        return self
+
+    def _settle(self) -> dict[str, torch.Tensor] | None:
+        """Bring this client's state in line with what the server accepted."""
+        if not (self.rule.keeps_state or self._keeps_personal):
+            return None
+        self._store = open_store(self._context, str(self._own["experiment-id"]), self.client)
+        try:
+            return settle(self._store, int(self._own["accepted-round"]))  # type: ignore[arg-type]
+        except StateLostError as error:
+            if self.rule.keeps_state:
+                logger.warning("client %s, round %d: %s", self.client, self.server_round, error)
+                self.lost = True
+            return None
+
+    @property
+    def _keeps_personal(self) -> bool:
+        return bool(self._own.get("evaluate-personal"))
+
+    def _load(self, state: dict[str, torch.Tensor] | None) -> None:
+        """Load the received model, or this client's own where only packs travel."""
+        payload = self.rule.receives
+        extras = {*(payload.names() if payload else ()), "buffers"}
         records = {n: r for n, r in self._message.content.array_records.items() if snake(n) not in extras}
-        if len(records) != 1:
+        if len(records) == 1:
+            load_arrays(self._model, next(iter(records.values())))
+        elif not records and state is not None:
+            load_personal(self._model, state)
+            moved = self._message.content.array_records.get("buffers", ArrayRecord())
+            load_some(self._model, decode(moved, "buffers"), "buffers")
+        elif not self.lost:
             raise PayloadError(
                 f"round {self.server_round}: expected one ArrayRecord with the model, but got {sorted(records)}"
             )
-        load_arrays(self._model, next(iter(records.values())))
-        state = None
-        if self.rule.keeps_state:
-            self._store = open_store(self._context, str(self._own["experiment-id"]), self.client)
-            try:
-                state = settle(self._store, int(self._own["accepted-round"]))  # type: ignore[arg-type]
-            except StateLostError:
-                self.lost = True
-        self.rule.begin(params, received, state)
-        return self
 
     def _receive_extra(self, payload: type[Any] | None, params: Mapping[str, torch.nn.Parameter]) -> Any:
         if payload is None:
             return None
         for name, record in self._message.content.array_records.items():
-            if snake(name) in payload.__dataclass_fields__ and set(record) != set(params):
+            own = snake(name) in payload.names() and payload.per_parameter
+            if own and set(record) != set(params):
                 theirs, ours = sorted(set(record) - set(params)), sorted(set(params) - set(record))
                 raise RuleError(
                     f"round {self.server_round}, record '{name}': the server trains {theirs}, which this model doesn't,"
@@ -103,9 +132,7 @@ class LocalSession:
         like = {n: p.detach() for n, p in params.items()}
         extra = payload.decode(self._message.content, like, "the server must run the same algorithm's Strategy")
         device = next(iter(params.values())).device if params else torch.device("cpu")
-        return payload(
-            **{f: {n: t.to(device) for n, t in getattr(extra, f).items()} for f in payload.__dataclass_fields__}
-        )
+        return payload(**{f: {n: t.to(device) for n, t in getattr(extra, f).items()} for f in payload.names()})
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
@@ -201,12 +228,38 @@ class LocalSession:
                     " the training loop; add the call, or use fedstrat.train(msg, context, model, loader)"
                 )
         extra, state = self.rule.finish()
+        if state is None and self._keeps_personal:
+            state = self.rule.personal_model()
         if state is not None:
             self._store.write("pending", state, self.server_round)
-        content["arrays"] = to_arrays(self._model)
+        if self.rule.sends_model:
+            content["arrays"] = to_arrays(self._model)
+        else:
+            changed = {n: t for n, t in self.rule.buffers.items() if not torch.equal(t, self._buffers_before[n])}
+            content["buffers"] = ArrayRecord({n: raw_array(t) for n, t in changed.items()})
         for name, record in (extra.encode() if extra is not None else {}).items():
             content[name] = record
         return Message(content, reply_to=self._message)
+
+
+def load_personal(model: torch.nn.Module, state: Mapping[str, torch.Tensor]) -> bool:
+    """Load the entries ``personal/<name>`` of a client's state; returns whether there were any."""
+    own = {n.removeprefix(_PERSONAL): t for n, t in state.items() if n.startswith(_PERSONAL)}
+    load_some(model, own, "personal model")
+    return bool(own)
+
+
+def load_some(model: torch.nn.Module, tensors: Mapping[str, torch.Tensor], what: str) -> None:
+    """Load some entries of a model's state.
+
+    Raises:
+        PayloadError: One of them doesn't fit the model.
+    """
+    state = model.state_dict()
+    check_like(tensors, {n: state[n] for n in tensors if n in state}, what, owner="this model")
+    with torch.no_grad():
+        for name, tensor in tensors.items():
+            state[name].copy_(tensor)
 
 
 def _config(msg: Message) -> ConfigRecord:
@@ -219,7 +272,7 @@ def _config(msg: Message) -> ConfigRecord:
     )
 
 
-def _rule(algorithm: str, own: Mapping[str, Any]) -> LocalRule[Any, Any]:
+def _rule(algorithm: str, own: Mapping[str, Any], node_config: Mapping[str, Any]) -> LocalRule[Any, Any]:
     from fedstrat.strategies import ALGORITHMS  # noqa: PLC0415 - strategies import the rules' base
 
     if algorithm not in ALGORITHMS:
@@ -228,7 +281,13 @@ def _rule(algorithm: str, own: Mapping[str, Any]) -> LocalRule[Any, Any]:
             " same fedstrat on both sides, or register your own:"
             " fedstrat.strategies.ALGORITHMS[name] = Algorithm(Strategy, Rule)"
         )
-    return ALGORITHMS[algorithm].rule(**{snake(k): v for k, v in own.items() if k not in _PLUMBING})
+    rule = ALGORITHMS[algorithm].rule
+    settings = {snake(k): v for k, v in own.items() if k not in _PLUMBING}
+    local = {name: node_config[kebab(name)] for name in rule.local_settings if kebab(name) in node_config}
+    if local:
+        # What a node sets replaces the whole group: its keep-ratio stands against the server's top-k.
+        settings = {k: v for k, v in settings.items() if k not in rule.local_settings} | local
+    return rule(**settings)
 
 
 def model_record(msg: Message) -> Any:
@@ -237,3 +296,18 @@ def model_record(msg: Message) -> Any:
     if len(records) != 1:
         raise PayloadError(f"expected one ArrayRecord with the model, but got {sorted(records)}")
     return next(iter(records.values()))
+
+
+def asks_for_personal(msg: Message) -> bool:
+    """Whether an evaluation message asks for the client's personal model too."""
+    return any(bool(record.get("fedstrat.evaluate-personal")) for record in msg.content.config_records.values())
+
+
+def load_own(msg: Message, context: Context, model: torch.nn.Module) -> bool:
+    """Load the client's personal model of the last accepted round; returns whether there is one."""
+    for record in msg.content.config_records.values():
+        if "fedstrat.experiment-id" in record:
+            store = open_store(context, str(record["fedstrat.experiment-id"]), client_id(context))
+            state = peek(store, int(record.get("fedstrat.accepted-round", 0)))  # type: ignore[arg-type]
+            return state is not None and load_personal(model, state)
+    return False

@@ -82,6 +82,17 @@ def settle(store: Store, accepted_round: int) -> dict[str, torch.Tensor] | None:
     return store.read("accepted")
 
 
+def peek(store: Store, accepted_round: int) -> dict[str, torch.Tensor] | None:
+    """The state that the server has accepted, without changing the slots; None where there is none.
+
+    Evaluation reads like this: it comes before the round's checkpoint, so nothing may be committed yet.
+    """
+    for slot in ("pending", "accepted"):
+        if accepted_round and store.round(slot) == accepted_round:
+            return store.read(slot)
+    return None
+
+
 class DirectoryStore:
     """State in ``<directory>/<experiment id>/<client id>/{accepted,pending}.safetensors``."""
 

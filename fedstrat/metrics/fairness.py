@@ -17,6 +17,7 @@ class Fairness:
         std: Population standard deviation (ddof 0) of the client accuracies, in [0, 1/2].
         loss: Summed loss over examples.
         num_clients: n, the clients that had test data.
+        worst: The lowest client accuracy.
     """
 
     mean: float
@@ -26,6 +27,7 @@ class Fairness:
     std: float
     loss: float
     num_clients: int
+    worst: float = math.nan
 
 
 def fairness(counts: Mapping[str, tuple[int, float, int]]) -> Fairness | None:
@@ -53,6 +55,7 @@ def fairness(counts: Mapping[str, tuple[int, float, int]]) -> Fairness | None:
         std=math.sqrt(_mean([(value - mean) ** 2 for value in accuracies])),
         loss=_sum([loss for _, loss, _ in rows]) / total,
         num_clients=len(rows),
+        worst=accuracies[0],
     )
 
 

@@ -37,6 +37,7 @@ class RoundReport:
         diagnostics: Numbers of the algorithm itself, such as CRAFT's rank.
         counts: Client id -> (correct, summed loss, examples) on its own test data; None when not evaluated.
         fairness: The same, summarised over clients.
+        personal: The clients' personal models, each on its own test data, summarised; None where there are none.
         server: What ``evaluate_fn`` returned.
         traffic: Bytes on the wire.
     """
@@ -51,5 +52,6 @@ class RoundReport:
     diagnostics: Mapping[str, float] = field(default_factory=dict)
     counts: Mapping[str, tuple[int, float, int]] | None = None
     fairness: Fairness | None = None
+    personal: Fairness | None = None
     server: Mapping[str, float] = field(default_factory=dict)
     traffic: Traffic = field(default_factory=Traffic)

@@ -71,7 +71,10 @@ class RunConfig(RunKeys):
         Raises:
             ConfigError: Hyper-parameters of the algorithm contradict one another.
         """
-        strategy: FedStrategy[Any, Any] = algorithms()[self.algorithm].strategy(
+        cls = algorithms()[self.algorithm].strategy
+        if "evaluate_personal" in cls.hypers:
+            settings.setdefault("evaluate_personal", self.evaluate_personal)
+        strategy: FedStrategy[Any, Any] = cls(
             **self.hypers[self.algorithm],
             fraction_train=self.fraction_train,
             fraction_evaluate=self.fraction_evaluate,

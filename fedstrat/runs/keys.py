@@ -149,6 +149,9 @@ class RunKeys(Table):
         default=1.0, ge=0.0, le=1.0, description="share of the clients that evaluate; 0: no evaluation"
     )
     evaluate_every: int = Field(default=1, ge=1, description="evaluate after every so many rounds, and after the last")
+    evaluate_personal: bool = Field(
+        default=False, description="also evaluate each client's own trained model; FedCSPACK always does"
+    )
     seed: int = Field(default=1, ge=0, description="fixes initial weights, partition, cohorts and batches")
     results_dir: str = Field(default="", description='folder for the results; "": the usual place')
     state_dir: str = Field(default="", description='folder for the clients\' state; "": the usual place')

@@ -33,6 +33,7 @@ def round_line(report: RoundReport, *, seconds_left: float | None = None) -> str
     parts = [
         f"round {report.round:{width}}/{report.num_rounds}",
         _scores(report.fairness),
+        *([] if report.personal is None else [_personal(report.personal)]),
         f"train up {format_bytes(report.traffic.train_up_wire):>8}",
         f"down {format_bytes(report.traffic.train_down_wire):>8}",
         f"{report.seconds:5.1f} s",
@@ -53,6 +54,10 @@ def _scores(fairness: Fairness | None) -> str:
         f"loss {fairness.loss:6.3f}  acc mean {_share(fairness.mean)}  best10 {_share(fairness.best10)}"
         f"  worst10 {_share(fairness.worst10)}  std {_share(fairness.std)}"
     )
+
+
+def _personal(fairness: Fairness) -> str:
+    return f"personal mean {_share(fairness.mean)}  worst10 {_share(fairness.worst10)}"
 
 
 def format_bytes(count: int) -> str:

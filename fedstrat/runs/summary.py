@@ -28,6 +28,7 @@ def summarise(history: Iterable[Mapping[str, Any]], target: float = 0.0) -> dict
         "rounds_failed": sum(not line["aggregated"] for line in lines),
         "final": _scores(scored[-1]) if scored else None,
         "best": _scores(best) if best else None,
+        "personal": scored[-1].get("personal") if scored else None,
         "target_accuracy": target or None,
         "rounds_to_target": reached["round"] if reached else None,
         "bytes_to_target": reached["total_bytes"] if reached else None,

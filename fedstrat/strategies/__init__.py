@@ -8,6 +8,7 @@ from fedstrat.strategies.config import ConFIG
 from fedstrat.strategies.craft import CRAFT
 from fedstrat.strategies.fedavg import FedAvg, FedAvgRule
 from fedstrat.strategies.fedavgm import FedAvgM
+from fedstrat.strategies.fedcspack import FedCSPACK, FedCSPACKRule
 from fedstrat.strategies.fedprox import FedProx, FedProxRule
 from fedstrat.strategies.fedsam import FedSAM, FedSAMRule
 from fedstrat.strategies.fedvssam import FedVSSAM, FedVSSAMRule
@@ -32,6 +33,7 @@ ALGORITHMS: dict[str, Algorithm] = {
     "fedsam": Algorithm(FedSAM, FedSAMRule),
     "mofedsam": Algorithm(MoFedSAM, MoFedSAMRule),
     "fedvssam": Algorithm(FedVSSAM, FedVSSAMRule),
+    "fedcspack": Algorithm(FedCSPACK, FedCSPACKRule),
 }
 """Name in the run config and on the wire -> the two halves. Your own algorithm joins it by assignment."""
 

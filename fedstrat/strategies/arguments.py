@@ -30,4 +30,5 @@ class CommonArguments(Configured):
     min_replies: int = hyper(default=1, ge=1, doc="smallest number of good replies that makes a round count")
     max_failed_rounds: int = hyper(default=3, ge=1, doc="failed rounds in a row that end the run")
     max_update_norm: float | None = hyper(default=None, gt=0.0, doc="clips |y_i - x| of every client")
+    evaluate_personal: bool = hyper(default=False, doc="also evaluate each client's own trained model on its test data")
     straggler_share: float = hyper(default=0.0, ge=0.0, le=1.0, doc="share of a cohort that runs fewer epochs")

@@ -35,6 +35,7 @@ from fedstrat.payloads import (
     decode,
     is_finite,
     numpy_array,
+    raw_array,
 )
 from fedstrat.strategies import cohort, intake
 from fedstrat.strategies.arguments import CommonArguments
@@ -57,6 +58,8 @@ class FedStrategy(CommonArguments, Strategy, Generic[State, Up]):
     keep their dtype, and the caller's configs are never written to.
     """
 
+    sends_model: ClassVar[bool] = True
+    """Whether replies hold the trained model; otherwise ``payload`` stands for it."""
     drop_stragglers = False
     """Whether stragglers are left out instead of contributing their partial work."""
     payload: ClassVar[type[Payload]] = Payload
@@ -68,6 +71,7 @@ class FedStrategy(CommonArguments, Strategy, Generic[State, Up]):
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
+        self.check_settings()
         if self.fraction_train == 0.0:
             self.min_train_nodes = 0
             logger.warning("fraction_train is set to 0.0. Federated training will be skipped.")
@@ -75,6 +79,9 @@ class FedStrategy(CommonArguments, Strategy, Generic[State, Up]):
             self.min_evaluate_nodes = 0
             logger.warning("fraction_evaluate is set to 0.0. Federated evaluation will be skipped.")
         self.reset()
+
+    def check_settings(self) -> None:
+        """Refuse settings that contradict one another, with a ConfigError."""
 
     # --- the algorithm: pure functions ------------------------------------------------------------------
 
@@ -113,6 +120,7 @@ class FedStrategy(CommonArguments, Strategy, Generic[State, Up]):
         self.state: State | None = None
         self.layout: Layout | None = None
         self.buffers: Params = {}
+        self.moving: set[str] = set()
         self.arrays: ArrayRecord | None = None
         self.accepted: dict[str, int] = {}
         self.seen: set[str] = set()
@@ -123,6 +131,7 @@ class FedStrategy(CommonArguments, Strategy, Generic[State, Up]):
         self.trained: tuple[str, ...] = ()
         self.counts: dict[str, tuple[int, float, int]] | None = None
         self.fairness: Fairness | None = None
+        self.personal: Fairness | None = None
         self.diagnostics: dict[str, float] = {}
         self._sent: list[Message] = []
 
@@ -165,6 +174,14 @@ class FedStrategy(CommonArguments, Strategy, Generic[State, Up]):
         return self.state
 
     @property
+    def pack_content(self) -> str:
+        """What packs hold: "none" where no packs travel."""
+        return "none"
+
+    def _moving_buffers(self) -> ArrayRecord:
+        return ArrayRecord({name: raw_array(self.buffers[name]) for name in self.buffers if name in self.moving})
+
+    @property
     def need_examples(self) -> bool:
         """Whether the numbers of examples of all clients must be known, also of those that never trained."""
         return False
@@ -204,20 +221,24 @@ class FedStrategy(CommonArguments, Strategy, Generic[State, Up]):
         logger.info("configure_train: Sampled %s nodes (out of %s)", len(chosen), len(nodes))
         state = cast("State", self.state)
         # Equal objects are encoded once; each is kept, so that its id stays its own.
-        models: dict[int, tuple[Params, ArrayRecord]] = {id(self.evaluated(state)): (self.evaluated(state), arrays)}
+        models: dict[int, tuple[Params | None, ArrayRecord]] = {
+            id(self.evaluated(state)): (self.evaluated(state), arrays)
+        }
         extras: dict[int, tuple[Payload, dict[str, ArrayRecord]]] = {}
         messages = []
         for node in chosen:
             sent = self.broadcast(state, nodes[node])
-            if id(sent.params) not in models:
+            if sent.params is not None and id(sent.params) not in models:
                 models[id(sent.params)] = (sent.params, self._encode(sent.params, self.buffers))
             if id(sent.extra) not in extras:
                 extras[id(sent.extra)] = (sent.extra, sent.extra.encode())
             content: dict[str, Any] = {
-                self.arrayrecord_key: models[id(sent.params)][1],
+                **({self.arrayrecord_key: models[id(sent.params)][1]} if sent.params is not None else {}),
                 self.configrecord_key: self._train_config(server_round, config, nodes[node], shares.get(node)),
                 **extras[id(sent.extra)][1],
             }
+            if sent.params is None:
+                content["buffers"] = self._moving_buffers()
             messages.append(Message(RecordDict(content), node, MessageType.TRAIN, group_id=str(server_round)))
         self._sent = messages
         return messages
@@ -229,9 +250,12 @@ class FedStrategy(CommonArguments, Strategy, Generic[State, Up]):
             "algorithm": self.algorithm,
             "experiment-id": self.experiment_id,
             "accepted-round": self.accepted.get(client, 0),
-            "pack-content": "none",
+            "pack-content": self.pack_content,
             **{kebab(f.name): getattr(self, f.name) for f in dataclasses.fields(self.rule)},
         }
+        own = {name: value for name, value in own.items() if value is not None}
+        if self.evaluate_personal:
+            own["evaluate-personal"] = True
         if self.seed is not None:
             own["seed"] = self.seed
         if epochs_share is not None:
@@ -265,6 +289,7 @@ class FedStrategy(CommonArguments, Strategy, Generic[State, Up]):
         broken = [name for name, p in after.params.items() if not is_finite(p)]
         if broken:
             return self._no_step(server_round, f"the step would make '{broken[0]}' NaN or infinite; it wasn't taken")
+        self.moving |= {n for n, b in buffers.items() if not torch.equal(b, self.buffers[n])}
         self.state, self.buffers = after, buffers
         self.arrays = self._encode(self.evaluated(after), buffers)
         self.trained = tuple(u.client for u in updates)
@@ -273,7 +298,14 @@ class FedStrategy(CommonArguments, Strategy, Generic[State, Up]):
         return self.arrays, (self.train_metrics_aggr_fn or mean_record)(contents, self.weighted_by_key)
 
     def _take_in(self, server_round: int, replies: list[Message]) -> tuple[list[RecordDict], list[Update[Up]]]:
-        expected = intake.Expected(server_round, cast("Layout", self.layout), self._keys, self.payload, self.needs)
+        expected = intake.Expected(
+            server_round=server_round,
+            layout=cast("Layout", self.layout),
+            keys=self._keys,
+            payload=self.payload,
+            needs=self.needs,
+            buffers=None if self.sends_model else self.buffers,
+        )
         pairs = self.roster.senders(self._sent, replies)
         taken = intake.sort_out(pairs, expected)
         logger.info("aggregate_train: Received %s results and %s failures", len(replies) - taken.errors, taken.errors)
@@ -319,22 +351,31 @@ class FedStrategy(CommonArguments, Strategy, Generic[State, Up]):
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
         """Draw the nodes that evaluate the global model and build their messages."""
-        self.counts, self.fairness = None, None
+        self.counts = self.fairness = self.personal = None
         if self.fraction_evaluate == 0.0:
             return []
         nodes, size = self._meet(grid, self.fraction_evaluate, self.min_evaluate_nodes)
         chosen = cohort.draw(nodes, size, self.seed, "evaluate", server_round)
         logger.info("configure_evaluate: Sampled %s nodes (out of %s)", len(chosen), len(nodes))
         own: dict[str, Any] = {"server-round": server_round, "fedstrat.experiment-id": self.experiment_id}
-        content = RecordDict({self.arrayrecord_key: arrays, self.configrecord_key: ConfigRecord({**config, **own})})
-        self._sent = [Message(content, node, MessageType.EVALUATE, group_id=str(server_round)) for node in chosen]
+        shared = ConfigRecord({**config, **own})
+        self._sent = []
+        for node in chosen:
+            record = shared
+            if self.evaluate_personal:
+                accepted = self.accepted.get(nodes[node], 0)
+                record = ConfigRecord(
+                    {**shared, "fedstrat.evaluate-personal": True, "fedstrat.accepted-round": accepted}
+                )
+            content = RecordDict({self.arrayrecord_key: arrays, self.configrecord_key: record})
+            self._sent.append(Message(content, node, MessageType.EVALUATE, group_id=str(server_round)))
         return self._sent
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
         """Add up counts and losses over clients; ratios are taken last."""
         replies = list(replies)
         pairs = self.roster.senders(self._sent, replies)
-        contents, counts = intake.read_evaluations(pairs, server_round, self._keys)
+        contents, counts, personal = intake.read_evaluations(pairs, server_round, self._keys)
         self._sent = []
         logger.info(
             "aggregate_evaluate: Received %s results and %s failures",
@@ -343,14 +384,15 @@ class FedStrategy(CommonArguments, Strategy, Generic[State, Up]):
         )
         if not contents:
             return None
-        self.counts, self.fairness = counts or None, fairness(counts)
+        self.counts, self.fairness, self.personal = counts or None, fairness(counts), fairness(personal)
         if self.evaluate_metrics_aggr_fn:
             return self.evaluate_metrics_aggr_fn(contents, self.weighted_by_key)
         metrics = mean_record(contents, self.weighted_by_key)
-        if self.fairness is not None:
-            for counted in ("num-correct", "loss-sum"):
-                metrics.pop(counted, None)
-            metrics.update(fairness_metrics(self.fairness))
+        for prefix, scores in (("", self.fairness), ("personal-", self.personal)):
+            if scores is not None:
+                for counted in ("num-correct", "loss-sum"):
+                    metrics.pop(prefix + counted, None)
+                metrics.update(fairness_metrics(scores, prefix))
         return metrics
 
     # --- checkpoints ----------------------------------------------------------------------------------------
@@ -385,6 +427,7 @@ class FedStrategy(CommonArguments, Strategy, Generic[State, Up]):
         params, self.buffers = self.layout.split(snapshot.model)
         self.state = unpack_state(self.init_state(params), snapshot.tensors, snapshot.numbers)
         self.accepted, self.seen = dict(snapshot.accepted), set(snapshot.seen)
+        self.moving = set(self.buffers)  # which ever moved isn't kept; sending too many changes nothing
         self.arrays = self._encode(self.evaluated(self.state), self.buffers)
         return self.arrays
 

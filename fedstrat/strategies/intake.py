@@ -6,13 +6,17 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from flwr.app import ConfigRecord, Message, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 
 from fedstrat.errors import PayloadError, RunFailedError
 from fedstrat.naming import kebab
 from fedstrat.payloads import Layout, Params, Payload, Update, check_like, decode
 
 logger = logging.getLogger("flwr")
+
+
+Counts = dict[str, tuple[int, float, int]]
+"""Client id -> (correct, summed loss, examples)."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +37,7 @@ class Expected:
         keys: Record names.
         payload: What the algorithm's client half adds.
         needs: Metrics without which the algorithm can't use the reply, for example ``("lr-sum",)``.
+        buffers: The present buffers, where replies hold no model but only the buffers that changed.
     """
 
     server_round: int
@@ -40,6 +45,7 @@ class Expected:
     keys: Keys
     payload: type[Payload]
     needs: tuple[str, ...] = ()
+    buffers: Params | None = None
 
 
 @dataclass(frozen=True)
@@ -169,17 +175,9 @@ def read_update(content: RecordDict, client: str, expected: Expected) -> Update[
     if num_steps < 0 or lr_sum < 0:
         raise PayloadError(f"metrics: expected num-steps and lr-sum >= 0, but got {num_steps:g} and {lr_sum:g}")
 
-    extra_names = {kebab(name) for name in payload.__dataclass_fields__}
-    record = content.array_records.get(keys.arrays)
-    if record is None:
-        # Flower's own clients may name their one ArrayRecord as they like.
-        others = [name for name in content.array_records if name not in extra_names]
-        if len(others) != 1:
-            raise PayloadError(f"expected an ArrayRecord '{keys.arrays}', but got {sorted(content.keys())}")
-        record = content.array_records[others[0]]
-    model = decode(record, keys.arrays)
-    check_like(model, layout.arrays, keys.arrays, owner="the global model", finite=True)
-    params, buffers = layout.split(model)
+    params, buffers = (
+        _read_model(content, expected) if expected.buffers is None else ({}, _read_buffers(content, expected))
+    )
     return Update(
         client=client,
         num_examples=num_examples,
@@ -192,30 +190,64 @@ def read_update(content: RecordDict, client: str, expected: Expected) -> Update[
     )
 
 
+def _read_model(content: RecordDict, expected: Expected) -> tuple[Params, Params]:
+    """The client's whole model, told apart into parameters and buffers."""
+    layout, keys = expected.layout, expected.keys
+    record = content.array_records.get(keys.arrays)
+    if record is None:
+        # Flower's own clients may name their one ArrayRecord as they like.
+        extra = {kebab(name) for name in expected.payload.names()}
+        others = [name for name in content.array_records if name not in extra]
+        if len(others) != 1:
+            raise PayloadError(f"expected an ArrayRecord '{keys.arrays}', but got {sorted(content.keys())}")
+        record = content.array_records[others[0]]
+    model = decode(record, keys.arrays)
+    check_like(model, layout.arrays, keys.arrays, owner="the global model", finite=True)
+    return layout.split(model)
+
+
+def _read_buffers(content: RecordDict, expected: Expected) -> Params:
+    """The buffers as the client has them: those that it sent, and the present ones."""
+    present = expected.buffers or {}
+    sent = decode(content.array_records.get("buffers", ArrayRecord()), "buffers")
+    check_like(sent, {n: b for n, b in present.items() if n in sent}, "buffers", owner="the global model", finite=True)
+    return {**present, **sent}
+
+
 def read_evaluations(
     replies: Iterable[tuple[str, Message]], server_round: int, keys: Keys
-) -> tuple[list[RecordDict], dict[str, tuple[int, float, int]]]:
+) -> tuple[list[RecordDict], Counts, Counts]:
     """Read a round's evaluation replies.
 
     Returns:
-        (the good ones' contents, client id -> counts of those that count).
+        (the good ones' contents, client id -> counts of those that count, the same of their personal models).
     """
-    contents, counts = [], {}
+    contents: list[RecordDict] = []
+    counts: Counts = {}
+    personal: Counts = {}
     for client, reply in replies:
         try:
             content = content_of(reply)
             read = read_counts(content, keys)
+            own = read_counts(content, keys, prefix="personal-")
         except PayloadError as error:
             logger.warning("round %d: evaluation of client %s is dropped: %s", server_round, client, error)
             continue
         contents.append(content)
         if read is not None:
             counts[client] = read
-    return contents, counts
+        if own is not None:
+            personal[client] = own
+    return contents, counts, personal
 
 
-def read_counts(content: RecordDict, keys: Keys) -> tuple[int, float, int] | None:
+def read_counts(content: RecordDict, keys: Keys, prefix: str = "") -> tuple[int, float, int] | None:
     """Read ``(num-correct, loss-sum, num-examples)`` of an evaluation reply; None where the client doesn't count.
+
+    Args:
+        content: The reply.
+        keys: Record names.
+        prefix: "personal-" for the client's own model.
 
     Raises:
         PayloadError: A count is negative, NaN, or there are more correct than examples.
@@ -224,13 +256,13 @@ def read_counts(content: RecordDict, keys: Keys) -> tuple[int, float, int] | Non
     num_examples = number(metrics, keys.weight)
     if num_examples < 0:
         raise PayloadError(f"metrics/{keys.weight}: expected a number >= 0, but got {num_examples:g}")
-    if "num-correct" not in metrics:
+    if f"{prefix}num-correct" not in metrics:
         return None
-    correct = number(metrics, "num-correct")
+    correct = number(metrics, f"{prefix}num-correct")
     if not 0 <= correct <= num_examples:
-        raise PayloadError(f"metrics/num-correct: expected 0 to {num_examples:g}, but got {correct:g}")
+        raise PayloadError(f"metrics/{prefix}num-correct: expected 0 to {num_examples:g}, but got {correct:g}")
     # A diverged model's loss may be infinite: that is a result, not a broken reply.
-    loss_sum = metrics.get("loss-sum", math.nan)
+    loss_sum = metrics.get(f"{prefix}loss-sum", math.nan)
     return int(correct), float(loss_sum) if isinstance(loss_sum, int | float) else math.nan, int(num_examples)
 
 

@@ -13,15 +13,15 @@ from fedstrat.strategies.arguments import CommonArguments
 logger = logging.getLogger("flwr")
 
 
-def fairness_metrics(f: Fairness) -> Mapping[str, float]:
-    """The fairness numbers under their names in a MetricRecord."""
+def fairness_metrics(f: Fairness, prefix: str = "") -> Mapping[str, float]:
+    """The fairness numbers under their names in a MetricRecord; ``prefix`` is "personal-" for personal models."""
     return {
-        "loss": f.loss,
-        "accuracy": f.accuracy,
-        "accuracy-mean": f.mean,
-        "accuracy-best10": f.best10,
-        "accuracy-worst10": f.worst10,
-        "accuracy-std": f.std,
+        f"{prefix}loss": f.loss,
+        f"{prefix}accuracy": f.accuracy,
+        f"{prefix}accuracy-mean": f.mean,
+        f"{prefix}accuracy-best10": f.best10,
+        f"{prefix}accuracy-worst10": f.worst10,
+        f"{prefix}accuracy-std": f.std,
     }
 
 

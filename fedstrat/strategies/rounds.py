@@ -139,7 +139,7 @@ class RoundLoop:
             _keep(self.result.train_metrics_clientapp, server_round, metrics)
 
     def _evaluate(self, server_round: int) -> None:
-        self.strategy.counts = self.strategy.fairness = None
+        self.strategy.counts = self.strategy.fairness = self.strategy.personal = None
         if server_round % max(self.abilities.evaluate_every, 1) and server_round != self.num_rounds:
             return
         messages = self.strategy.configure_evaluate(server_round, self.result.arrays, self.evaluate_config, self.grid)
@@ -192,6 +192,7 @@ class RoundLoop:
             diagnostics=dict(strategy.diagnostics),
             counts=strategy.counts,
             fairness=strategy.fairness,
+            personal=strategy.personal,
             server=floats(self.result.evaluate_metrics_serverapp),
             traffic=Traffic(
                 train_down_payload=down[0],

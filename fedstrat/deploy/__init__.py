@@ -1,0 +1,1 @@
+"""What real nodes need: keys and certificates, their registration, and checks before a start. No torch in sight."""
