@@ -1,5 +1,6 @@
 """Layer groups: which parameters share one direction, and passes over a group's displacements in column blocks."""
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
@@ -33,6 +34,12 @@ def group_names(names: Sequence[str], grouping: str | Mapping[str, str]) -> dict
             group = grouping[name]
         groups.setdefault(group, []).append(name)
     return {group: tuple(members) for group, members in groups.items()}
+
+
+def activity_threshold(params: Tensors, names: Sequence[str], min_norm: float) -> float:
+    """Return ``tau = max(min_norm, 4 eps32 |x^q|)``, below which a displacement is the rounding of the weights."""
+    squares = sum(float(params[name].double().square().sum()) for name in names)
+    return max(min_norm, 4.0 * float(torch.finfo(torch.float32).eps) * math.sqrt(squares))
 
 
 def group_direction(

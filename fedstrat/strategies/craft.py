@@ -25,7 +25,6 @@ Differs from the paper (delta = y - x and the server adds; the paper negates bot
 import dataclasses
 import functools
 import logging
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -34,7 +33,7 @@ import torch
 from typing_extensions import override
 
 from fedstrat.aggregation.conflict import Solution, solve
-from fedstrat.aggregation.groups import group_direction, group_names
+from fedstrat.aggregation.groups import activity_threshold, group_direction, group_names
 from fedstrat.aggregation.mean import moved
 from fedstrat.payloads import Params, Payload, Update, state_dtype, zeros_like
 from fedstrat.strategies.base import FedStrategy
@@ -44,8 +43,6 @@ from fedstrat.strategies.state import ServerState
 logger = logging.getLogger("flwr")
 
 Grouping = Literal["layer", "tensor", "model"] | dict[str, str]
-
-_EPS32 = float(torch.finfo(torch.float32).eps)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +81,7 @@ class CRAFT(FedStrategy[CraftState, Payload]):
             closed_form = functools.partial(
                 solve,
                 weights=weights,
-                min_norm=max(self.min_norm, 4.0 * _EPS32 * norm_of(x, names)),
+                min_norm=activity_threshold(x, names, self.min_norm),
                 rtol=self.rtol,
                 max_norm=self.max_norm,
                 single_client=self.single_client,
@@ -99,11 +96,6 @@ class CRAFT(FedStrategy[CraftState, Payload]):
                 logger.warning("CRAFT: group '%s': |g| capped at max_norm; near-duplicate clients: %s", group, clients)
         self.note(**conflict_numbers(solutions))
         return dataclasses.replace(state, params=moved(x, step, self.server_lr), direction=remembered)
-
-
-def norm_of(params: Params, names: Sequence[str]) -> float:
-    """Norm of a group of parameters."""
-    return math.sqrt(sum(float(params[n].double().square().sum()) for n in names))
 
 
 def check_grouping(grouping: Grouping, params: Params) -> None:

@@ -261,7 +261,11 @@ def test_every_algorithm_is_built_with_its_own_and_the_shared_settings(name):
     }
     assert {key: strategy.settings()[key] for key in shared} == shared
     own = {key: value for key, value in strategy.settings().items() if key not in FedStrategy.hypers}
-    assert own == {snake(k.partition(".")[2]): v for k, v in shipped().items() if k.startswith(f"{name}.")}
+    spelled = {k.partition(".")[2]: v for k, v in shipped().items() if k.startswith(f"{name}.")}
+    assert set(own) == {snake(key) for key in spelled}
+    for key, value in spelled.items():
+        # None, off, is spelled 0 or "".
+        assert own[snake(key)] == value or (own[snake(key)] is None and value in (0, "")), key
 
 
 def test_own_hyper_parameters_reach_the_strategy():

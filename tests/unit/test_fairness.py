@@ -32,6 +32,7 @@ def test_hand_computed_numbers():
         std=pytest.approx(math.sqrt(1 / 6), rel=1e-15),  # ((1/2)^2 + (1/2)^2 + 0) / 3
         loss=12 / 16,
         num_clients=3,
+        worst=0.0,
     )
 
 
