@@ -6,13 +6,18 @@ Names are imported when first used, so that ``import fedstrat`` stays light: a c
 import importlib
 from typing import TYPE_CHECKING, Any
 
+if TYPE_CHECKING:
+    from fedstrat.client import evaluate as evaluate
+    from fedstrat.client import query as query
+    from fedstrat.client import train as train
+    from fedstrat.local.session import LocalSession as LocalSession
+    from fedstrat.payloads import load_arrays as load_arrays
+    from fedstrat.payloads import to_arrays as to_arrays
+    from fedstrat.strategies import *  # noqa: F403 - its __all__ is static
+
 __version__ = "0.1.0"
 
 _HOME = {
-    **dict.fromkeys(
-        ("CRAFT", "SCAFFOLD", "ConFIG", "FedAvg", "FedAvgM", "FedCSPACK", "FedProx", "FedSAM", "FedVSSAM", "MoFedSAM"),
-        "fedstrat.strategies",
-    ),
     "LocalSession": "fedstrat.local.session",
     "evaluate": "fedstrat.client",
     "load_arrays": "fedstrat.payloads",
@@ -20,36 +25,18 @@ _HOME = {
     "to_arrays": "fedstrat.payloads",
     "train": "fedstrat.client",
 }
-
-if TYPE_CHECKING:
-    from fedstrat.client import evaluate, query, train
-    from fedstrat.local.session import LocalSession
-    from fedstrat.payloads import load_arrays, to_arrays
-    from fedstrat.strategies import (
-        CRAFT,
-        SCAFFOLD,
-        ConFIG,
-        FedAvg,
-        FedAvgM,
-        FedProx,
-        FedSAM,
-        FedVSSAM,
-        MoFedSAM,
-    )
-
-__all__ = [
-    "CRAFT", "SCAFFOLD", "ConFIG", "FedAvg", "FedAvgM", "FedCSPACK", "FedProx", "FedSAM", "FedVSSAM", "LocalSession", "MoFedSAM",
-    "__version__", "evaluate", "load_arrays", "query", "to_arrays", "train",
-]  # fmt: skip
+"""Where a public name lives; all others are strategies."""
 
 
 def __getattr__(name: str) -> Any:
-    if name in _HOME:
-        value = getattr(importlib.import_module(_HOME[name]), name)
-        globals()[name] = value
-        return value
+    if not name.startswith("_"):
+        module = importlib.import_module(_HOME.get(name, "fedstrat.strategies"))
+        if name in _HOME or name in module.__all__:
+            value = getattr(module, name)
+            globals()[name] = value
+            return value
     raise AttributeError(f"module 'fedstrat' has no attribute '{name}'")
 
 
 def __dir__() -> list[str]:
-    return sorted(__all__)
+    return sorted([*_HOME, *importlib.import_module("fedstrat.strategies").__all__, "__version__"])

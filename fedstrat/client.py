@@ -57,17 +57,22 @@ def train(
         num_examples = examples_of(loader)
         if session.lost or num_examples == 0:
             return session.reply(num_examples)
-        optimizer = session.optimizer(
-            lr=_lr(lr, session.config, run, session.server_round),
-            momentum=float(run.get("train.momentum", 0.0)),
-            weight_decay=float(run.get("train.weight-decay", 0.0)),
-            clip_norm=float(run.get("train.clip-norm", 0.0)),
-        )
+        rate = _lr(lr, session.config, run, session.server_round)
+        steps: dict[str, Any] = {
+            "momentum": float(run.get("train.momentum", 0.0)),
+            "weight_decay": float(run.get("train.weight-decay", 0.0)),
+            "clip_norm": float(run.get("train.clip-norm", 0.0)),
+        }
+        optimizer = session.optimizer(lr=rate, **steps)
         own_epochs = context.node_config.get("local-epochs")  # a node of smaller means
-        passes = int(
-            own_epochs
-            or _first(epochs, session.config, run, "epochs", ("local-epochs", "epochs"), "train.local-epochs")
+        passes = session.epochs(
+            int(
+                own_epochs
+                or _first(epochs, session.config, run, "epochs", ("local-epochs", "epochs"), "train.local-epochs")
+            )
         )
+        if "train_personal" in session.rule.needs_calls:
+            session.train_personal(loader, loss_fn, lr=rate, epochs=passes, **steps)
         for call in ("full_gradient", "loss_before"):
             if call in session.rule.needs_calls:
                 getattr(session, call)(loader, loss_fn)
@@ -77,7 +82,7 @@ def train(
             optimizer,
             session.rule,
             loss_fn=loss_fn,
-            epochs=0 if session.rule.done else session.epochs(passes),
+            epochs=0 if session.rule.done else passes,
             stop=lambda: session.should_stop(loader, loss_fn),
             batch_hook=batch_hook,
         )

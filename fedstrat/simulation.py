@@ -19,6 +19,9 @@ _CLIENT_APP_RAISED = 2  # flwr's ErrorCode.CLIENT_APP_RAISED_EXCEPTION, the same
 _FIRST_NODE_ID = 1000  # apart from the server's and from client ids, so that a mix-up shows
 
 
+_LIVE: "weakref.WeakSet[InProcessGrid]" = weakref.WeakSet()
+
+
 class InProcessGrid(Grid):
     """Run unmodified Strategies and ClientApps in this process, without Ray.
 
@@ -59,7 +62,8 @@ class InProcessGrid(Grid):
         }
         self._replies: dict[str, Message] = {}
         self._pushed = 0
-        weakref.finalize(self, return_identity)
+        _LIVE.add(self)
+        weakref.finalize(self, _return_identity)
 
     def set_run(self, run: Any) -> None:
         """Nothing to set: there is one run."""
@@ -133,6 +137,11 @@ class InProcessGrid(Grid):
         """Push, then pull; every reply is there at once."""
         del timeout
         return self.pull_messages(self.push_messages(messages))
+
+
+def _return_identity() -> None:
+    if not _LIVE:  # another grid may be in the middle of a run
+        return_identity()
 
 
 def _copy(records: RecordDict) -> RecordDict:

@@ -137,7 +137,7 @@ def solve(
     for kept in range(first, m + 1):
         a = vectors[:, kept:] @ (projected[kept:] / values[kept:])
         norm = float((float(has_reference) + 2.0 * (a @ along) + a @ gram @ a).clamp(min=0.0).sqrt())
-        if norm <= max_norm:
+        if norm <= max_norm * (1.0 + 1e-9):  # a single unit vector has length 1 give or take a rounding
             if kept > first:
                 # The clients that dominate the dropped directions are the near-duplicates to name.
                 share = vectors[:, first:kept].abs().amax(dim=1)

@@ -5,6 +5,7 @@ out one coefficient per row on it, in float64; the model-sized vectors are read 
 for the combination, one column block at a time.
 """
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -72,7 +73,13 @@ class Displacements:
 def rounding_of(params: Tensors, names: Sequence[str] | None = None) -> float:
     """Length below which a displacement of these parameters is float32 noise without a direction, ``4 eps32 |x|``."""
     squares = [float(params[n].double().square().sum()) for n in (params if names is None else names)]
-    return _ROUNDING * float(sum(squares)) ** 0.5
+    return _ROUNDING * math.sqrt(math.fsum(squares))
+
+
+def last_digit_of(params: Tensors, names: Sequence[str]) -> float:
+    """Length of what rounding to the parameters' own dtypes changes at most, ``(eps / 2) |x|``."""
+    halves = [torch.finfo(params[n].dtype).eps / 2.0 * float(params[n].double().norm()) for n in names]
+    return math.hypot(*halves)
 
 
 def has_direction(lengths: torch.Tensor, smallest: float) -> torch.Tensor:

@@ -90,7 +90,8 @@ def _project(point: Vector, low: Vector, high: Vector) -> Vector:
     most, least = (float(np.clip(point - kinks[k], low, high).sum()) for k in (first, last))
     share = (most - 1.0) / (most - least) if most > least else 0.0
     nu = kinks[first] + min(max(share, 0.0), 1.0) * (kinks[last] - kinks[first])
-    return np.clip(point - nu, low, high)
+    weights: Vector = np.clip(point - nu, low, high)
+    return weights
 
 
 def _active_set(A: Vector, low: Vector, high: Vector, w: Vector) -> Vector:

@@ -74,8 +74,11 @@ class RunConfig(RunKeys):
         cls = algorithms()[self.algorithm].strategy
         if "evaluate_personal" in cls.hypers:
             settings.setdefault("evaluate_personal", self.evaluate_personal)
+        own = dict(self.hypers[self.algorithm])
+        if isinstance(own.get("aggregator"), str):
+            own["aggregator"] = algorithms()[own["aggregator"]].strategy(**self.hypers[own["aggregator"]])
         strategy: FedStrategy[Any, Any] = cls(
-            **self.hypers[self.algorithm],
+            **own,
             fraction_train=self.fraction_train,
             fraction_evaluate=self.fraction_evaluate,
             min_train_nodes=1,

@@ -8,14 +8,14 @@ class Progress:
     """Prints a line per round with the time that is left, guessed from the rounds so far."""
 
     def __init__(self) -> None:
-        self._seconds = 0.0
-        self._rounds = 0
+        self._seconds: list[float] = []
 
     def line(self, report: RoundReport) -> str:
         """The line of a finished round; call it once per round, in order."""
-        self._seconds += report.seconds
-        self._rounds += 1
-        return round_line(report, seconds_left=self._seconds / self._rounds * (report.num_rounds - report.round))
+        self._seconds.append(report.seconds)
+        # The first round also starts the engine, which says nothing about the others.
+        told = self._seconds[1:] or self._seconds
+        return round_line(report, seconds_left=sum(told) / len(told) * (report.num_rounds - report.round))
 
 
 def round_line(report: RoundReport, *, seconds_left: float | None = None) -> str:

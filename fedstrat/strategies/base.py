@@ -339,7 +339,10 @@ class FedStrategy(CommonArguments, Strategy, Generic[State, Up]):
 
     def failure_reasons(self) -> str:
         """The clients' own reasons of the last round, in one line."""
-        return "; ".join(f"client {c}: {r}" for c, r in self.failed.items()) or "no client failed"
+        grouped: dict[str, list[str]] = {}
+        for client, reason in self.failed.items():
+            grouped.setdefault(reason, []).append(client)
+        return "; ".join(f"client {', '.join(clients)}: {reason}" for reason, clients in grouped.items()) or "no reply"
 
     def _encode(self, params: Params, buffers: Params) -> ArrayRecord:
         whole = cast("Layout", self.layout).join(params, buffers)

@@ -47,6 +47,9 @@ def query_clients(grid: Grid, nodes: Iterable[int], *, need_examples: bool) -> d
 
     Returns:
         node id -> (client id, examples). A node whose app has no query handler goes by its node id.
+
+    Raises:
+        RunFailedError: ``need_examples``, and a client doesn't tell.
     """
     config = ConfigRecord({"fedstrat.need-num-examples": need_examples})
     messages = [Message(RecordDict({"config": config}), node, MessageType.QUERY) for node in nodes]
@@ -65,8 +68,13 @@ def query_clients(grid: Grid, nodes: Iterable[int], *, need_examples: bool) -> d
             )
             known[node] = (str(node), 1.0)
             continue
-        examples = record.get("num-examples", 1)
-        known[node] = (name, float(examples) if isinstance(examples, int | float) and examples > 0 else 1.0)
+        examples = record.get("num-examples", None if need_examples else 1)
+        if not isinstance(examples, int | float) or not examples >= 0:
+            raise RunFailedError(
+                f"client {name} doesn't tell its number of training examples (got {examples!r}), which this strategy"
+                " weights it by; in its query handler: return fedstrat.query(msg, context, num_examples=…)"
+            )
+        known[node] = (name, float(examples))
     return known
 
 

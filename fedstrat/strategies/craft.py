@@ -10,6 +10,9 @@ arXiv 2605.21317, https://arxiv.org/abs/2605.21317.
 
 Every group moves by about eta_g |g| in a round, however long the clients' own updates are.
 
+An extension, off by default: with reference = "ema", r = e / |e|, e <- d e + (1 - d) g, d = reference_decay. d = 0 is
+the paper's r.
+
 Differs from the paper (delta = y - x and the server adds; the paper negates both):
 * tau_q = max(min_norm, 4 eps32 |x^q|): 1e-6 alone is float32 noise in a wide layer.
 * U^+ comes from the Gram matrix in float64 and cuts singular values below rtol sigma_max (near-duplicate clients). The
@@ -35,7 +38,7 @@ from typing_extensions import override
 from fedstrat.aggregation.conflict import Solution, solve
 from fedstrat.aggregation.groups import activity_threshold, group_direction, group_names
 from fedstrat.aggregation.mean import moved
-from fedstrat.payloads import Params, Payload, Update, state_dtype, zeros_like
+from fedstrat.payloads import Params, Payload, Update, zeros_like
 from fedstrat.strategies.base import FedStrategy
 from fedstrat.strategies.settings import hyper
 from fedstrat.strategies.state import ServerState
@@ -50,7 +53,7 @@ class CraftState(ServerState):
     """The model and the previous direction.
 
     Attributes:
-        direction: g_prev, one tensor per parameter; zero before a group's first step.
+        direction: g_prev (or the running mean e), one tensor per parameter; zero before a group's first step.
     """
 
     direction: Params
@@ -65,6 +68,10 @@ class CRAFT(FedStrategy[CraftState, Payload]):
     rtol: float = hyper(default=1e-3, ge=0.0, lt=1.0, doc="relative cut-off of singular values of U")
     max_norm: float = hyper(default=10.0, ge=1.0, doc="bound of |g| per group")
     single_client: Literal["formula", "raw"] = hyper(default="formula", doc="what one active client gives")
+    reference: Literal["previous", "ema"] = hyper(
+        default="previous", doc="what r points along: g_prev or its running mean"
+    )
+    reference_decay: float = hyper(default=0.9, ge=0.0, lt=1.0, symbol="d", doc="share of the past in the running mean")
 
     @override
     def init_state(self, params: Params) -> CraftState:
@@ -90,12 +97,17 @@ class CRAFT(FedStrategy[CraftState, Payload]):
             solutions[group] = solution
             step.update(g)
             if bool(solution.active.any()):
-                remembered.update({n: g[n].to(state_dtype(x[n])) for n in names})
+                remembered.update({n: self._reference(state.direction[n], g[n]) for n in names})
             if solution.cut:
                 clients = ", ".join(updates[i].client for i in solution.cut)
                 logger.warning("CRAFT: group '%s': |g| capped at max_norm; near-duplicate clients: %s", group, clients)
         self.note(**conflict_numbers(solutions))
         return dataclasses.replace(state, params=moved(x, step, self.server_lr), direction=remembered)
+
+    def _reference(self, before: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
+        if self.reference == "ema":
+            g = before.double().mul(self.reference_decay).add(g, alpha=1.0 - self.reference_decay)
+        return g.to(before.dtype)
 
 
 def check_grouping(grouping: Grouping, params: Params) -> None:

@@ -2,6 +2,7 @@
 
 import logging
 import math
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -13,6 +14,8 @@ from fedstrat.naming import kebab
 from fedstrat.payloads import Layout, Params, Payload, Update, check_like, decode
 
 logger = logging.getLogger("flwr")
+
+_FLOWER_REASON = re.compile(r"<class '([^']*)'>:<['\"]?(.*?)['\"]?>")
 
 
 Counts = dict[str, tuple[int, float, int]]
@@ -118,9 +121,12 @@ def content_of(reply: Message) -> RecordDict:
     """
     if not reply.has_error():
         return reply.content
-    # Ray puts a whole traceback into the reason; the error itself is its last line.
+    # Ray puts a whole traceback into the reason, whose last line is the error; Flower writes <class 'X'>:<'text'>.
     lines = [line.strip() for line in (reply.error.reason or "").splitlines() if line.strip()]
-    raise PayloadError(f"its app failed (error {reply.error.code}): {lines[-1][:500] if lines else 'no reason given'}")
+    reason = lines[-1] if lines else "no reason given"
+    wrapped = _FLOWER_REASON.fullmatch(reason)
+    reason = f"{wrapped[1]}: {wrapped[2]}" if wrapped else reason
+    raise PayloadError(f"its app failed (error {reply.error.code}): {reason[:500]}")
 
 
 def check_trainable(client: str, content: RecordDict, layout: Layout) -> None:
@@ -170,6 +176,7 @@ def read_update(content: RecordDict, client: str, expected: Expected) -> Update[
                 f"metrics/{name} is missing; this algorithm needs its client half: train with fedstrat.train(…), or"
                 " inside `with LocalSession(msg, context, model) as session:` and reply with session.reply(…)"
             )
+        number(metrics, name)
     num_steps = number(metrics, "num-steps") if "num-steps" in metrics else 1
     lr_sum = number(metrics, "lr-sum") if "lr-sum" in metrics else math.nan
     if num_steps < 0 or lr_sum < 0:

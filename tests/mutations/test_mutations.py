@@ -1,0 +1,228 @@
+"""Breaks the code on purpose: each edit is applied to a copy, and a test must notice.
+
+A mutation that no test notices means that the tests would accept a wrong algorithm.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+REFERENCE = "tests/strategies/test_reference.py"
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """One edit, and the tests of which at least one must fail."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    tests: str
+    select: str = ""
+
+    def __str__(self) -> str:
+        return self.name
+
+
+MUTATIONS = [
+    Mutation(
+        "SCAFFOLD: c and c_i swapped in the correction",
+        "fedstrat/strategies/scaffold.py",
+        "{n: c[n] - self.c_i[n] for n in c}",
+        "{n: self.c_i[n] - c[n] for n in c}",
+        REFERENCE,
+        "SCAFFOLD-float64",
+    ),
+    Mutation(
+        "SCAFFOLD: sign of option 2",
+        "fedstrat/strategies/scaffold.py",
+        "self.initial[name].to(c_i.dtype) - y.to(c_i.dtype)",
+        "y.to(c_i.dtype) - self.initial[name].to(c_i.dtype)",
+        "tests/strategies/test_scaffold.py",
+    ),
+    Mutation(
+        "SCAFFOLD: 1/N lost, mean over the cohort",
+        "fedstrat/strategies/scaffold.py",
+        "share = [w / state.total for w in weights]",
+        "share = [w / sum(weights) for w in weights]",
+        "tests/strategies/test_scaffold.py",
+    ),
+    Mutation(
+        "SCAFFOLD: a newcomer doesn't shrink c",
+        "fedstrat/strategies/scaffold.py",
+        "scale = total_before / state.total if state.total else 1.0",
+        "scale = 1.0",
+        "tests/strategies/test_scaffold.py",
+    ),
+    Mutation(
+        "SCAFFOLD: weights by examples instead of uniform",
+        "fedstrat/strategies/scaffold.py",
+        'return self.weighting == "examples"',
+        "return True",
+        REFERENCE,
+        "SCAFFOLD-float64",
+    ),
+    Mutation(
+        "FedVSSAM: weights by examples instead of uniform",
+        "fedstrat/strategies/direction.py",
+        "[-share / u.lr_sum for u in moving]",
+        "[-u.num_examples / sum(v.num_examples for v in moving) / u.lr_sum for u in moving]",
+        REFERENCE,
+        "FedVSSAM-float64",
+    ),
+    Mutation(
+        "clip after the correction",
+        "fedstrat/local/optimizer.py",
+        "            self._decay_and_clip()\n            self.rule.correct_gradients()\n",
+        "            self.rule.correct_gradients()\n            self._decay_and_clip()\n",
+        REFERENCE,
+        "clip_norm and float64",
+    ),
+    Mutation(
+        "FedVSSAM: h updated after theta",
+        "fedstrat/strategies/fedvssam.py",
+        "params=moved(state.params, h, -eta)",
+        "params=moved(state.params, state.direction, -eta)",
+        REFERENCE,
+        "FedVSSAM-float64",
+    ),
+    Mutation(
+        "FedVSSAM: sign of the server's step",
+        "fedstrat/strategies/fedvssam.py",
+        "params=moved(state.params, h, -eta)",
+        "params=moved(state.params, h, eta)",
+        REFERENCE,
+        "FedVSSAM-float64",
+    ),
+    Mutation(
+        "FedVSSAM: gamma_l in the perturbation only",
+        "fedstrat/strategies/fedvssam.py",
+        "grad.mul_(self.gamma_l).add_(self.pull[name])",
+        "grad.add_(self.pull[name])",
+        REFERENCE,
+        "FedVSSAM-float64",
+    ),
+    Mutation(
+        "CRAFT: sign of the reference's correction",
+        "fedstrat/aggregation/conflict.py",
+        "target = _rho(rho_all[active]) - along",
+        "target = _rho(rho_all[active]) + along",
+        REFERENCE,
+        "CRAFT-float64",
+    ),
+    Mutation(
+        "CRAFT: weights uniform instead of by examples",
+        "fedstrat/strategies/craft.py",
+        "weights = state.params, [u.num_examples for u in updates]",
+        "weights = state.params, [1.0 for u in updates]",
+        REFERENCE,
+        "CRAFT-float64",
+    ),
+    Mutation(
+        "CRAFT: the reference isn't kept",
+        "fedstrat/strategies/craft.py",
+        "direction=remembered",
+        "direction=state.direction",
+        REFERENCE,
+        "CRAFT-float64",
+    ),
+    Mutation(
+        "FedProx: sign of the proximal term",
+        "fedstrat/strategies/fedprox.py",
+        "grad.add_(y - self.initial[name], alpha=self.mu)",
+        "grad.sub_(y - self.initial[name], alpha=self.mu)",
+        REFERENCE,
+        "FedProx and mu and float64",
+    ),
+    Mutation(
+        "FedAvgM: momentum lost",
+        "fedstrat/strategies/fedavgm.py",
+        "state.momentum[n].double().mul(beta)",
+        "state.momentum[n].double().mul(0.0)",
+        REFERENCE,
+        "FedAvgM and float64",
+    ),
+    Mutation(
+        "SAM: the perturbation goes downhill",
+        "fedstrat/local/sam.py",
+        "weight.add_((d * scale.to(d.dtype)).to(weight.dtype))",
+        "weight.sub_((d * scale.to(d.dtype)).to(weight.dtype))",
+        REFERENCE,
+        "FedSAM and rho and float64",
+    ),
+    Mutation(
+        "FedAvg: uniform instead of by examples",
+        "fedstrat/strategies/fedavg.py",
+        "normalised([u.num_examples for u in updates])",
+        "normalised([1.0 for u in updates])",
+        REFERENCE,
+        "FedAvg-float64",
+    ),
+    Mutation(
+        "buffers: uniform instead of by examples",
+        "fedstrat/strategies/base.py",
+        "weights = normalised([u.num_examples for u in updates])",
+        "weights = normalised([1.0 for u in updates])",
+        REFERENCE,
+        "FedAvg-float64",
+    ),
+    Mutation(
+        "client state: committed without being accepted",
+        "fedstrat/local/state.py",
+        'if store.round("pending") == accepted_round:',
+        'if store.round("pending") is not None:',
+        "tests/unit/test_state.py",
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of what the selected tests need."""
+    folder = tmp_path_factory.mktemp("mutated")
+    for name in ("fedstrat", "tests"):
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "pyproject.toml", folder)
+    return folder
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=str)
+def test_a_test_notices(mutation: Mutation, copy: Path) -> None:
+    path = copy / mutation.file
+    source = path.read_text(encoding="utf-8")
+    assert source.count(mutation.old) == 1, "the mutation doesn't fit the code any more; renew it"
+    path.write_text(source.replace(mutation.old, mutation.new), encoding="utf-8")
+    try:
+        run = subprocess.run(
+            [
+                sys.executable,
+                "-m",
+                "pytest",
+                "-x",
+                "-q",
+                "-p",
+                "no:cacheprovider",
+                mutation.tests,
+                "-k",
+                mutation.select,
+            ],
+            cwd=copy,
+            env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1", "PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+        )
+    finally:
+        path.write_text(source, encoding="utf-8")
+    # 1 means that tests ran and one failed; anything else (nothing selected, an error) proves nothing.
+    assert run.returncode == 1, run.stdout[-2000:] + run.stderr[-2000:]
+    assert " failed" in run.stdout
+    assert " error" not in run.stdout.splitlines()[-1], run.stdout[-2000:]
