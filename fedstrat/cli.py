@@ -59,7 +59,9 @@ def run(
     ] = None,
     config: Annotated[
         list[str] | None,
-        typer.Option("--config", "-c", metavar="KEY=VALUE", help="Change the run config; a TOML file is possible too."),
+        typer.Option(
+            "--run-config", "-c", metavar="KEY=VALUE", help="Change the run config; a TOML file is possible too."
+        ),
     ] = None,
     app_dir: Annotated[
         Path | None,

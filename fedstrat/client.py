@@ -3,7 +3,7 @@
 torch is imported inside the handlers that need it, so a query is answered without it.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sized
 from typing import TYPE_CHECKING, Any
 
 from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
@@ -39,7 +39,8 @@ def train(
         loss_fn: Mean loss of a batch; cross-entropy by default.
         lr: Learning rate; None reads ``lr`` of the message's config, then ``train.lr`` of the run config (on its
             schedule).
-        epochs: Local epochs; None reads ``local-epochs`` or ``epochs``, then ``train.local-epochs``.
+        epochs: Local epochs; None reads ``local-epochs`` or ``epochs``, then ``train.local-epochs``. A node of
+            smaller means sets its own by ``local-epochs`` in its node config, which stands above all of these.
         batch_hook: Sees every batch before it is used; what it returns (if not None) takes its place.
 
     Raises:
@@ -141,13 +142,14 @@ def query(msg: Message, context: Context, *, num_examples: Callable[[], int] | i
 
 
 def examples_of(loader: Iterable[Any]) -> int:
-    """Count a loader's examples: its ``num_examples``, else its dataset's length, else by going through it."""
+    """Count a loader's examples: its ``num_examples``, its sampler's or dataset's length, or by going through it."""
     counted = getattr(loader, "num_examples", None)
     if isinstance(counted, int):
         return counted
-    dataset = getattr(loader, "dataset", None)
-    if dataset is not None:
-        return len(dataset)
+    for part in ("sampler", "dataset"):  # a sampler may draw a part of the data set
+        owner = getattr(loader, part, None)
+        if isinstance(owner, Sized):
+            return len(owner)
     return sum(len(y) for _, y in loader)
 
 

@@ -29,6 +29,8 @@ Code that doesn't know it fails loudly, instead of, say, clipping a control vari
 
 _NUMPY = "numpy.ndarray"
 _MAX_NPY_HEADER = 10_000
+_MAX_DIMENSIONS = 32
+_MAX_NUMBERS = 2**60
 _NAMES = ("float16", "bfloat16", "float32", "float64", "int8", "int16", "int32", "int64", "uint8", "bool",
           "float8_e4m3fn", "float8_e5m2", "complex64", "complex128")  # fmt: skip
 _DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in _NAMES}
@@ -68,8 +70,11 @@ def view(array: Array, what: str) -> torch.Tensor:
         PayloadError: Bytes, dtype and declared shape contradict each other, or the serialisation is unknown.
     """
     shape = tuple(array.shape)
-    if any(not isinstance(n, int) or n < 0 for n in shape):
-        raise PayloadError(f"{what}: expected a shape of non-negative integers, but got {shape}")
+    sizes = [n for n in shape if isinstance(n, int) and not isinstance(n, bool) and n >= 0]
+    # An empty array needs no bytes whatever its other sizes are, so these are bounded apart.
+    endless = 0 in sizes and math.prod(max(n, 1) for n in sizes) > _MAX_NUMBERS
+    if len(sizes) < len(shape) or len(shape) > _MAX_DIMENSIONS or endless:
+        raise PayloadError(f"{what}: expected a shape of few non-negative integers, but got {str(shape)[:200]}")
     if array.stype == RAW:
         dtype = _DTYPES.get(array.dtype)
         if dtype is None:
@@ -86,13 +91,22 @@ def view(array: Array, what: str) -> torch.Tensor:
 def _view_npy(array: Array, shape: tuple[int, ...], what: str) -> torch.Tensor:
     data = memoryview(array.data)
     try:
-        head = io.BytesIO(data[: _MAX_NPY_HEADER + 12])
-        version = np.lib.format.read_magic(head)
-        read = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}[version]
-        found, fortran, dtype = read(head, max_header_size=_MAX_NPY_HEADER)
-    except (ValueError, KeyError, TypeError, SyntaxError, EOFError, RecursionError, MemoryError) as error:
-        raise PayloadError(f"{what}: the bytes aren't a readable npy array ({error})") from None
-    if found != shape or dtype.hasobject or dtype.names or dtype.subdtype or str(dtype) != array.dtype:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # NumPy repairs some malformed headers, with a warning
+            head = io.BytesIO(data[: _MAX_NPY_HEADER + 12])
+            version = np.lib.format.read_magic(head)
+            read = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}[version]
+            found, fortran, dtype = read(head, max_header_size=_MAX_NPY_HEADER)
+    except Exception as error:
+        raise PayloadError(f"{what}: the bytes aren't a readable npy array ({type(error).__name__}: {error})") from None
+    if (
+        found != shape
+        or dtype.hasobject
+        or not dtype.itemsize
+        or dtype.names
+        or dtype.subdtype
+        or str(dtype) != array.dtype
+    ):
         raise PayloadError(
             f"{what}: declared as {array.dtype}{list(shape)}, but its bytes say {dtype}{list(found)}; expected the same"
         )
@@ -223,23 +237,24 @@ class Layout:
             ConfigError: A name that the model doesn't have, or an array that can't be trained.
         """
         if trainable is None:
-            names = [n for n, t in tensors.items() if t.is_floating_point() and not _is_statistic(n)]
+            chosen = [n for n, t in tensors.items() if t.is_floating_point() and not _is_statistic(n)]
         elif callable(trainable):
-            names = [n for n in tensors if trainable(n)]
+            chosen = [n for n in tensors if trainable(n)]
         else:
-            asked = tuple(trainable)
-            for name in asked:
+            chosen = list(trainable)
+            for name in chosen:
                 if name not in tensors:
                     raise ConfigError(f"trainable: the model has no array '{name}'{nearest(name, tensors)}")
-            names = [n for n in tensors if n in set(asked)]
-        for name in names:
+        for name in chosen:
             if not tensors[name].is_floating_point():
                 raise ConfigError(f"trainable: '{name}' is {_name(tensors[name].dtype)}; only floating arrays train")
         tied = _tied(tensors)
+        # Whichever of its names was given, a tied tensor is trained under its first.
+        trained = {tied.get(name, name) for name in chosen}
         return cls(
             arrays={n: torch.empty_like(t, device="meta") for n, t in tensors.items()},
-            trainable=tuple(n for n in names if tied.get(n) not in names),
-            tied={n: first for n, first in tied.items() if first in names},
+            trainable=tuple(n for n in tensors if n in trained),
+            tied={n: first for n, first in tied.items() if first in trained},
         )
 
     @property

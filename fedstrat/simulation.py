@@ -62,8 +62,9 @@ class InProcessGrid(Grid):
         }
         self._replies: dict[str, Message] = {}
         self._pushed = 0
-        _LIVE.add(self)
+        # In this order: when this grid dies, it leaves _LIVE before the identity is returned.
         weakref.finalize(self, _return_identity)
+        _LIVE.add(self)
 
     def set_run(self, run: Any) -> None:
         """Nothing to set: there is one run."""

@@ -114,13 +114,29 @@ def _active_set(A: Vector, low: Vector, high: Vector, w: Vector) -> Vector:
         down = int(np.where(falling, slope, -np.inf).argmax())
         if not rising.any() or not falling.any() or slope[down] - slope[up] <= _TOLERANCE:
             break
-        if free.any():
+        if free[up] and free[down]:
+            w, free = _exchange(A, w, (up, down), low, high)
+        elif free.any():
             level = float(slope[free].mean())
             release = up if level - slope[up] >= slope[down] - level else down
             free[release] = True
         else:
             free[[up, down]] = True
     return w
+
+
+def _exchange(
+    A: Vector, w: Vector, pair: tuple[int, int], low: Vector, high: Vector
+) -> tuple[Vector, NDArray[np.bool_]]:
+    """Move weight from the second to the first, as far as it pays: what least squares can't tell of near-duplicates."""
+    up, down = pair
+    rooms = high[up] - w[up], w[down] - low[down]
+    curvature = max(float(A[up, up] + A[down, down] - 2.0 * A[up, down]), 1e-300)
+    length = min(*rooms, float((A[down] - A[up]) @ w) / curvature)
+    w = w.copy()
+    w[up] = high[up] if length == rooms[0] else w[up] + length
+    w[down] = low[down] if length == rooms[1] else w[down] - length
+    return w, (w > low) & (w < high)
 
 
 def _step(A: Vector, w: Vector, free: NDArray[np.bool_]) -> Vector:
@@ -131,7 +147,7 @@ def _step(A: Vector, w: Vector, free: NDArray[np.bool_]) -> Vector:
     system[:k, :k] = A[np.ix_(at, at)]
     system[k, k] = 0.0
     # Least squares: duplicate rows make the system singular, and then any of its solutions will do.
-    solution = np.linalg.lstsq(system, np.append(-(A @ w)[at], 0.0), rcond=1e-13)[0][:k]
+    solution = np.linalg.lstsq(system, np.append(-(A @ w)[at], 0.0), rcond=None)[0][:k]
     step = np.zeros_like(w)
     step[at] = solution - solution.mean()
     return step

@@ -3,16 +3,17 @@
     ca/          ca.crt ca.key                   the authority; its key is only needed to issue certificates
     superlink/   ca.crt server.crt server.key executor.secret
     NODE/        ca.crt server.crt server.key executor.secret auth.key auth.pub
+    superlink-executor/, NODE-executor/          ca.crt executor.secret
     operator/    ca.crt nodes/NODE.pub           for whoever submits runs and registers nodes; nothing secret
 
 ``server.crt`` is the certificate of the SuperLink, or of a SuperNode's own Runtime API, which its executor calls.
-``executor.secret`` is what an executor proves itself with to the SuperLink or SuperNode that it works for.
-``auth.key`` is how a SuperNode proves to the SuperLink who it is.
+``executor.secret`` is what an executor proves itself with to the SuperLink or SuperNode that it works for; an executor
+runs the apps' code, so it gets no other key. ``auth.key`` is how a SuperNode proves to the SuperLink who it is.
 """
 
 import os
 import secrets
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from fedstrat.deploy.authority import SERVER_DAYS, Authority, Pair, names_in, no
 from fedstrat.errors import ConfigError
 
 SUPERLINK = "superlink"
+EXECUTOR = "-executor"
 RESERVED = ("ca", "operator", SUPERLINK)
 HERE = ("localhost", "127.0.0.1", "::1")
 RENEW_DAYS = 60
@@ -84,7 +86,8 @@ class Keyring:
         self._keep("operator/ca.crt", authority.pair.public, _PUBLIC)
         if self.owner is not None:
             for path in [self.folder, *self.folder.rglob("*")]:
-                os.chown(path, *self.owner)
+                if (path.stat().st_uid, path.stat().st_gid) != self.owner:
+                    os.chown(path, *self.owner)
 
     def _authority(self) -> Authority:
         certificate, key = self._path("ca/ca.crt"), self._path("ca/ca.key")
@@ -120,7 +123,11 @@ class Keyring:
             self._write(f"{place}/server.crt", pair.public, _PUBLIC)
             self.said.append(f"{fault} the certificate of {place} for {', '.join(dict.fromkeys(names))}")
         self._keep(f"{place}/ca.crt", authority.pair.public, _PUBLIC)
-        self._ensure(f"{place}/executor.secret", lambda: secrets.token_hex(_SECRET_BYTES).encode(), _PRIVATE)
+        executor, secret = f"{place}{EXECUTOR}", self._path(f"{place}/executor.secret")
+        if not secret.exists():
+            self._write(f"{place}/executor.secret", secrets.token_hex(_SECRET_BYTES).encode(), _PRIVATE)
+        self._keep(f"{executor}/executor.secret", secret.read_bytes(), _PRIVATE)
+        self._keep(f"{executor}/ca.crt", authority.pair.public, _PUBLIC)
 
     def _prove(self, node: str) -> None:
         """See to the key with which a node proves who it is."""
@@ -136,10 +143,6 @@ class Keyring:
     def _path(self, name: str) -> Path:
         return self.folder / name
 
-    def _ensure(self, name: str, make: Callable[[], bytes], mode: int) -> None:
-        if not self._path(name).exists():
-            self._write(name, make(), mode)
-
     def _keep(self, name: str, data: bytes, mode: int) -> None:
         path = self._path(name)
         if not path.exists() or path.read_bytes() != data:
@@ -148,7 +151,9 @@ class Keyring:
     def _write(self, name: str, data: bytes, mode: int) -> None:
         """Write a file that is never readable by others, whole or not at all."""
         path = self._path(name)
-        path.parent.mkdir(mode=_FOLDER, parents=True, exist_ok=True)
+        for folder in (self.folder, *reversed(path.parents)):
+            if folder == self.folder or self.folder in folder.parents:
+                folder.mkdir(mode=_FOLDER, parents=True, exist_ok=True)
         temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, _PRIVATE)
         try:
@@ -170,9 +175,9 @@ def check_name(node: str) -> str:
         ConfigError: It can't.
     """
     good = node.isascii() and node.replace("-", "").replace("_", "").isalnum() and node[0].isalnum() and len(node) < 64
-    if not good or node in RESERVED:
+    if not good or node in RESERVED or node.endswith(EXECUTOR):
         raise ConfigError(
-            f"expected the name of a node to be letters, digits, '-' and '_', none of {', '.join(RESERVED)},"
-            f" but got '{node}'"
+            f"expected the name of a node to be letters, digits, '-' and '_', none of {', '.join(RESERVED)}, and not to"
+            f" end in '{EXECUTOR}', but got '{node}'"
         )
     return node

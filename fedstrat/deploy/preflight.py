@@ -1,4 +1,4 @@
-"""Can this machine talk to that SuperLink? Asked before a node starts, since a node that can't retries for ever."""
+"""Can this machine talk to that SuperLink, and if not, what is to be done? Asked before a node starts."""
 
 import contextlib
 import hashlib

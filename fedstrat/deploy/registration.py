@@ -163,4 +163,7 @@ def _body(public_key: Path) -> str:
 
 
 def _said(answer: dict[str, Any]) -> str:
-    return " ".join(str(answer.get("error-message") or "Flower gives no reason").split())
+    said = " ".join(str(answer.get("error-message") or "Flower gives no reason").split())
+    if "unavailable" in said:  # what Flower also says of a certificate that it doesn't trust
+        said += " To see what is wrong: fedstrat keys check HOST:PORT --root-certificates ca.crt"
+    return said

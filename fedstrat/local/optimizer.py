@@ -38,19 +38,10 @@ class RuleOptimizer(torch.optim.Optimizer):
     ) -> None:
         self._check(base, rule)
         self.base, self.rule, self.clip_norm, self.buffers = base, rule, clip_norm, buffers or []
-        names = {id(p): n for n, p in rule.params.items()}
+        self.weight_decay = weight_decay
+        self._names = {id(p): n for n, p in rule.params.items()}
         for group in base.param_groups:
-            for p in group["params"]:
-                if p.requires_grad and id(p) not in names:
-                    raise RuleError("the optimizer holds a parameter that the session's model doesn't have")
-            # The base's own decay would come after the correction.
-            taken = group.get("weight_decay", 0.0) if isinstance(base, _PLAIN_SGD) else 0.0
-            if taken:
-                group["weight_decay"] = 0.0
-            group.setdefault("rule_weight_decay", weight_decay or taken)
-            for p in group["params"]:
-                if id(p) in names:
-                    rule.weight_decays[names[id(p)]] = group["rule_weight_decay"]
+            self._take(group)
         rule.momentum = float(base.param_groups[0].get("momentum", 0.0))
         held = {id(p) for group in base.param_groups for p in group["params"]}
         missing = [n for n, p in rule.params.items() if id(p) not in held]
@@ -59,11 +50,44 @@ class RuleOptimizer(torch.optim.Optimizer):
                 f"{type(rule).__name__} acts on every trainable parameter, but the optimizer lacks {missing[:3]};"
                 " give it all of them, or freeze them"
             )
-        self._names = names
         super().__init__(base.param_groups, {})
+        self._share()
+
+    def _take(self, group: dict[str, Any]) -> None:
+        """Take a group's weight decay over: the base's own would come after the correction."""
+        for p in group["params"]:
+            if p.requires_grad and id(p) not in self._names:
+                raise RuleError("the optimizer holds a parameter that the session's model doesn't have")
+        taken = group.get("weight_decay", 0.0) if isinstance(self.base, _PLAIN_SGD) else 0.0
+        if taken:
+            group["weight_decay"] = 0.0
+        group.setdefault("rule_weight_decay", self.weight_decay or taken)
+        for p in group["params"]:
+            if id(p) in self._names:
+                self.rule.weight_decays[self._names[id(p)]] = group["rule_weight_decay"]
+
+    def _share(self) -> None:
         # Shared with the base, so that schedulers and scalers act on both.
-        self.param_groups = base.param_groups
-        self.state = base.state
+        self.param_groups = self.base.param_groups
+        self.state = self.base.state
+
+    @override
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        if "rule_weight_decay" in param_group:  # one of the base's own, while torch sets this object up
+            super().add_param_group(param_group)
+            return
+        self.base.add_param_group(param_group)
+        self._take(self.base.param_groups[-1])
+        self._share()
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return self.base.state_dict()
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.base.load_state_dict(state_dict)
+        self._share()
 
     @staticmethod
     def _check(base: torch.optim.Optimizer, rule: LocalRule[Any, Any]) -> None:
@@ -78,6 +102,19 @@ class RuleOptimizer(torch.optim.Optimizer):
                     f"{type(rule).__name__} needs torch.optim.SGD without momentum, but got {type(base).__name__} with"
                     f" momentum {groups[0].get('momentum', 'of its own')}: {why}; use momentum 0"
                 )
+        if rule.needs_sgd is not None:
+            heavy_ball = isinstance(base, _PLAIN_SGD) and not any(
+                g.get("nesterov") or g.get("dampening") or g.get("maximize") for g in groups
+            )
+            if not heavy_ball or len({g["momentum"] for g in groups}) > 1:
+                raise RuleError(
+                    f"{type(rule).__name__} needs torch.optim.SGD with one momentum for all parameters and without"
+                    f" nesterov, dampening and maximize, but got {type(base).__name__}: {rule.needs_sgd}"
+                )
+        RuleOptimizer._check_lr(groups, rule)
+
+    @staticmethod
+    def _check_lr(groups: list[dict[str, Any]], rule: LocalRule[Any, Any]) -> None:
         if rule.one_lr and len({float(g["lr"]) for g in groups}) > 1:
             raise RuleError(
                 f"{type(rule).__name__} needs one learning rate for all parameters, since the server divides each"
@@ -122,16 +159,21 @@ class RuleOptimizer(torch.optim.Optimizer):
                 loss = self._evaluate(closure)
 
                 def again() -> None:
+                    # Autocast would hand the second pass the weights that it cast in the first.
+                    torch.clear_autocast_cache()
                     with replay():
                         self._evaluate(closure)
+                        self._fill()
+                    torch.clear_autocast_cache()
 
                 with torch.no_grad():
+                    self._fill()
                     self.rule.backward(again)
         with torch.no_grad():
-            if self.rule.acts_on_all:
-                self._fill()
+            self._fill()
             self._decay_and_clip()
             self.rule.correct_gradients()
+        self._check_lr(self.param_groups, self.rule)  # a scheduler may have parted them
         self.base.step()
         self._count()
         self.rule.after_step()
@@ -172,8 +214,8 @@ class RuleOptimizer(torch.optim.Optimizer):
         yield replay
 
     def _fill(self) -> None:
-        # A parameter outside of this batch's graph has gradient 0, and still gets the rule's correction.
-        for p in self._params():
+        # A parameter outside of this batch's graph has gradient 0, and still gets the rule's direction.
+        for p in self._params() if self.rule.acts_on_all else ():
             if p.grad is None and p.requires_grad:
                 p.grad = torch.zeros_like(p)
 

@@ -4,7 +4,7 @@ The hooks in the order in which they run; all but ``start`` and ``finish`` are n
 
     start(params, received, state)       once, after the received model was loaded
       per batch:
-        loss(model, x, y, loss_fn)       the objective (our own loop only)
+        loss(model, x, y, loss_fn)       the objective (in a loop of one's own: session.loss)
         backward(again)                  after the gradient g_i(y) is there; SAM's second pass lives here
           + weight decay, then clipping  done by RuleOptimizer: on the raw gradient, before any correction
         correct_gradients()              control variates, proximal term, mixing with a direction
@@ -18,7 +18,7 @@ Weight decay is added to the raw gradient, and the raw gradient is clipped, BEFO
 identities behind SCAFFOLD's option 2 and FedVSSAM's server step would break.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, TypeAlias, TypeVar
 
@@ -62,6 +62,8 @@ class LocalRule(Generic[Received, Sent]):
     """Whether it moves every parameter, also those that the batch's loss doesn't reach."""
     refuses_momentum: ClassVar[str | None] = None
     """Why the base optimizer must be SGD without momentum; None where any optimizer will do."""
+    needs_sgd: ClassVar[str | None] = None
+    """Why the base optimizer must be SGD, with heavy-ball momentum at most; None where any optimizer will do."""
     one_lr: ClassVar[bool] = False
     """Whether all parameters must share one learning rate, because the server divides by its sum."""
     done = False
@@ -83,13 +85,13 @@ class LocalRule(Generic[Received, Sent]):
 
     @property
     def needs_calls(self) -> tuple[str, ...]:
-        """Session calls that a training loop must make: of full_gradient, should_stop, loss_before."""
+        """Session calls that a training loop must make: full_gradient, should_stop, loss_before, train_personal."""
         return ()
 
     @property
     def lr_sum(self) -> float:
         """Lambda_i, the sum of the learning rates of the steps taken."""
-        return next(iter(self.lr_sums.values()), 0.0)
+        return max(self.lr_sums.values(), default=0.0)
 
     def start(self, received: Received, state: Tensors | None) -> None:
         """Take what came beside the model, and this client's state (None at its first participation)."""
@@ -118,6 +120,11 @@ class LocalRule(Generic[Received, Sent]):
     def metrics(self) -> dict[str, float]:
         """Return numbers that the server's half needs, such as FedNova's ``step-norm``."""
         return {}
+
+    def train_personal(
+        self, model: torch.nn.Module, loader: Iterable[Any], loss_fn: LossFunction, **training: float
+    ) -> None:
+        """Train this client's own model where ``needs_calls`` holds ``train_personal``; ``model`` ends as it began."""
 
     def personal_model(self) -> dict[str, torch.Tensor]:
         """The model as it is now, as entries ``personal/<name>`` of a client's state."""

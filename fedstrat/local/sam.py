@@ -9,6 +9,12 @@ from fedstrat.local.rule import global_norm
 _TINY = 1e-12
 
 
+def ascent_scale(direction: list[torch.Tensor], rho: float) -> torch.Tensor:
+    """Return ``rho / |d|``, which makes d a perturbation; 0 where ``|d| = 0``."""
+    norm = global_norm(direction)
+    return torch.where(norm > 0, rho / (norm + _TINY), torch.zeros_like(norm))
+
+
 def perturbed_gradient(
     params: Mapping[str, torch.nn.Parameter],
     direction: Mapping[str, torch.Tensor],
@@ -30,8 +36,7 @@ def perturbed_gradient(
         return
     directions = [direction[n] for n in params]
     weights: list[torch.Tensor] = list(params.values())
-    norm = global_norm(directions)
-    scale = torch.where(norm > 0, rho / (norm + _TINY), torch.zeros_like(norm))
+    scale = ascent_scale(directions, rho)
     with torch.no_grad():
         saved = [w.detach().clone() for w in weights]
         for weight, d in zip(weights, directions, strict=True):

@@ -76,7 +76,9 @@ class LocalSession:
             torch.manual_seed(self.seed)
         params = {n: p for n, p in self._model.named_parameters() if p.requires_grad}
         received_type = self.rule.receives
-        buffers = {n: t for n, t in self._model.state_dict().items() if n not in params}
+        # A tied weight has several names and is trained under its first.
+        trained = {n for n, p in self._model.named_parameters(remove_duplicate=False) if p.requires_grad}
+        buffers = {n: t for n, t in self._model.state_dict().items() if n not in trained}
         received = self._receive_extra(received_type, params)
         state = self._settle()
         self._load(state)
@@ -176,20 +178,80 @@ class LocalSession:
         """Evaluate ``grad f_i(x)`` over all local data before the first step, where the rule needs it."""
         if "full_gradient" not in self.rule.needs_calls:
             return  # a loop may always make the call; it costs nothing elsewhere
+        self._check_early("full_gradient")
         self.rule.prepare(lambda: loop.full_gradient(self._model, self.rule.params, loader, loss_fn))
         self._called.add("full_gradient")
 
     def should_stop(self, loader: Iterable[Any], loss_fn: LossFunction) -> bool:
-        """Whether the rule stops local training here; ask at the end of every epoch."""
+        """Whether the rule stops local training here; ask at the end of every epoch.
+
+        Raises:
+            RuleError: The rule compares with the gradient at the received model, and nobody evaluated it.
+        """
+        if "full_gradient" in self.rule.needs_calls and "full_gradient" not in self._called:
+            raise RuleError(
+                f"{type(self.rule).__name__} needs session.full_gradient(loader, loss_fn) before the first step: it"
+                " compares with the gradient at the received model"
+            )
         self._called.add("should_stop")
         return self.rule.should_stop(lambda: loop.full_gradient(self._model, self.rule.params, loader, loss_fn))
 
+    def _check_early(self, call: str) -> None:
+        if self.rule.num_steps:
+            raise RuleError(
+                f"session.{call}(loader, loss_fn) evaluates the received model; call it before the first step of the"
+                " loop"
+            )
+
+    def train_personal(
+        self,
+        loader: Iterable[Any],
+        loss_fn: LossFunction,
+        *,
+        lr: float,
+        epochs: int,
+        momentum: float = 0.0,
+        weight_decay: float = 0.0,
+        clip_norm: float = 0.0,
+    ) -> None:
+        """Train this client's personal model before the first step of the loop, where the rule keeps one (Ditto).
+
+        Args:
+            loader: This client's batches.
+            loss_fn: Mean loss of a batch.
+            lr: Learning rate of the personal steps.
+            epochs: Passes over the loader.
+            momentum: Momentum of the personal steps.
+            weight_decay: lambda of the weight decay.
+            clip_norm: Bound of the raw gradient's norm; 0 is off.
+        """
+        self._called.add("train_personal")
+        self.rule.train_personal(
+            self._model,
+            loader,
+            loss_fn,
+            lr=lr,
+            epochs=epochs,
+            momentum=momentum,
+            weight_decay=weight_decay,
+            clip_norm=clip_norm,
+        )
+
     def loss_before(self, loader: Iterable[Any], loss_fn: LossFunction) -> float:
         """Evaluate the mean local loss F_i(x) at the received model; travels as ``loss-before``."""
-        _, loss_sum, seen = loop.evaluate(self._model, loop.plain(loader), loss_fn=loss_fn)
+        self._check_early("loss_before")
+        with loop.same_randomness(loader):
+            _, loss_sum, seen = loop.evaluate(self._model, loop.plain(loader), loss_fn=loss_fn)
         self._loss_before = loss_sum / max(seen, 1)
         self._called.add("loss_before")
         return self._loss_before
+
+    def loss(self, x: Any, y: Any, loss_fn: LossFunction) -> torch.Tensor:
+        """Return the algorithm's objective of one batch: ``loss_fn(model(x), y)``, and what MOON and FedNTD add to it.
+
+        For the closure of a loop of your own: ``optimizer.step(lambda: session.loss(x, y, loss_fn))``.
+        """
+        return self.rule.loss(self._model, x, y, loss_fn)
 
     def reply(self, num_examples: int, metrics: Mapping[str, Any] | None = None) -> Message:
         """Finish the rule and build the reply; new state stays pending until the server accepts it.
@@ -207,13 +269,13 @@ class LocalSession:
             "state": "lost" if self.lost else "ok",
         }
         numbers: dict[str, Any] = {
+            **(metrics or {}),  # first: ours can't be overwritten
             "num-examples": num_examples,
             "num-steps": self.rule.num_steps,
             "lr-sum": self.rule.lr_sum,
             **self.rule.metrics(),
-            **(metrics or {}),
         }
-        if math.isfinite(self._loss_before):
+        if "loss_before" in self._called:
             numbers["loss-before"] = self._loss_before
         if self._own["accepted-round"] == 0:
             about["trainable"] = list(self.rule.params)
@@ -228,8 +290,9 @@ class LocalSession:
                     " the training loop; add the call, or use fedstrat.train(msg, context, model, loader)"
                 )
         extra, state = self.rule.finish()
-        if state is None and self._keeps_personal:
-            state = self.rule.personal_model()
+        if self._keeps_personal:
+            # A rule's own personal model (Ditto's) stands above the trained one.
+            state = {**self.rule.personal_model(), **(state or {})}
         if state is not None:
             self._store.write("pending", state, self.server_round)
         if self.rule.sends_model:

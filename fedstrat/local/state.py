@@ -8,6 +8,7 @@ Two places to keep it, with the same two slots, ``accepted`` and ``pending``, ke
 """
 
 import contextlib
+import hashlib
 import os
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -25,6 +26,8 @@ from fedstrat.payloads import decode, raw_array
 
 CONTEXT_LIMIT_BYTES = 8 * 2**20
 """Largest state that Context.state is trusted with."""
+
+_LONGEST_NAME = 120
 
 Tensors = Mapping[str, torch.Tensor]
 Slot = Literal["accepted", "pending"]
@@ -214,4 +217,7 @@ def _temporary(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def _file_name(text: str) -> str:
-    return quote(text, safe="")
+    """A file name for any id: quoted, or hashed where that is no good name."""
+    name = quote(text, safe="")
+    good = name and not name.startswith(".") and len(name) <= _LONGEST_NAME
+    return name if good else "sha256-" + hashlib.sha256(text.encode()).hexdigest()

@@ -50,11 +50,18 @@ class CNN(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map a batch (B, *input_shape) to logits (B, num_classes)."""
+        return self.classify(self.features(x))
+
+    def features(self, x: Tensor) -> Tensor:
+        """Map a batch (B, *input_shape) to what the last layer sees, (B, 84)."""
         x = functional.max_pool2d(torch.relu(self.conv1(x)), 2)
         x = functional.max_pool2d(torch.relu(self.conv2(x)), 2)
         x = torch.relu(self.fc1(x.flatten(1)))
-        x = torch.relu(self.fc2(x))
-        logits: Tensor = self.fc3(x)
+        return torch.relu(self.fc2(x))
+
+    def classify(self, z: Tensor) -> Tensor:
+        """Map features (B, 84) to logits (B, num_classes)."""
+        logits: Tensor = self.fc3(z)
         return logits
 
 

@@ -37,9 +37,17 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map a batch (B, *input_shape) to logits (B, num_classes)."""
+        return self.classify(self.features(x))
+
+    def features(self, x: Tensor) -> Tensor:
+        """Map a batch (B, *input_shape) to what the last layer sees, (B, its width)."""
         x = x.flatten(1) if x.ndim > 1 else x.unsqueeze(1)
-        *inner, last = self.layers
+        *inner, _ = self.layers
         for layer in inner:
             x = torch.relu(layer(x))
-        logits: Tensor = last(x)
+        return x
+
+    def classify(self, z: Tensor) -> Tensor:
+        """Map features (B, width) to logits (B, num_classes)."""
+        logits: Tensor = self.layers[-1](z)
         return logits

@@ -81,9 +81,17 @@ class ResNet(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map a batch (B, channels, height, width) to logits (B, num_classes)."""
+        return self.classify(self.features(x))
+
+    def features(self, x: Tensor) -> Tensor:
+        """Map a batch (B, channels, height, width) to the mean over the pixels that the last layer sees, (B, 64)."""
         x = torch.relu(self.norm1(self.conv1(x)))
         x = self.stage3(self.stage2(self.stage1(x)))
-        logits: Tensor = self.linear(x.mean(dim=(2, 3)))
+        return x.mean(dim=(2, 3))
+
+    def classify(self, z: Tensor) -> Tensor:
+        """Map features (B, 64) to logits (B, num_classes)."""
+        logits: Tensor = self.linear(z)
         return logits
 
 

@@ -1,55 +1,43 @@
 """FedStrategy: the Flower Strategy that all algorithms share. All plumbing, no mathematics.
 
-An algorithm overrides three pure methods of explicit, frozen state and never touches a Message:
-
-    init_state(params) -> state          what the server remembers before round 1
-    broadcast(state, client) -> payload  what one client is sent
-    aggregate(state, updates) -> state   the server's step
+An algorithm overrides the pure functions of :class:`fedstrat.strategies.algorithm.ServerHalf`, whose caller this is.
 """
 
 import dataclasses
 import logging
 import uuid
-from abc import abstractmethod
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, ClassVar, Generic, TypeVar, cast
+from collections.abc import Callable, Iterable
+from typing import Any, cast
 
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 
-from fedstrat.aggregation.mean import aggregate_buffers, normalised
-from fedstrat.errors import ConfigError, RunFailedError
+from fedstrat.aggregation.mean import aggregate_buffers, moved, normalised
+from fedstrat.errors import RunFailedError
 from fedstrat.flower import in_order
-from fedstrat.local.rule import LocalRule
 from fedstrat.metrics.fairness import Fairness, fairness
-from fedstrat.naming import kebab
 from fedstrat.payloads import (
-    NOTHING,
-    Broadcast,
     Layout,
     Params,
-    Payload,
     Update,
     decode,
     is_finite,
     numpy_array,
-    raw_array,
 )
 from fedstrat.strategies import cohort, intake
+from fedstrat.strategies.algorithm import ServerHalf, State, Up
 from fedstrat.strategies.arguments import CommonArguments
+from fedstrat.strategies.messages import Outbox
 from fedstrat.strategies.metrics import fairness_metrics, log_summary, mean_record
 from fedstrat.strategies.rounds import Abilities, RoundLoop
-from fedstrat.strategies.state import Clients, ServerState, Snapshot, pack_state, unpack_state
+from fedstrat.strategies.state import Clients, Snapshot, pack_state, unpack_state
 
 logger = logging.getLogger("flwr")
 
-State = TypeVar("State", bound=ServerState)
-Up = TypeVar("Up", bound=Payload)
 
-
-class FedStrategy(CommonArguments, Strategy, Generic[State, Up]):
+class FedStrategy(ServerHalf[State, Up], Strategy):
     """A Flower Strategy whose algorithm is three pure functions of frozen state.
 
     Takes every argument of ``flwr.serverapp.strategy.FedAvg`` under its own name and meaning. Differs from it on
@@ -57,17 +45,6 @@ class FedStrategy(CommonArguments, Strategy, Generic[State, Up]):
     enough good replies leave everything as it was, replies are summed in the order of client ids, integer buffers
     keep their dtype, and the caller's configs are never written to.
     """
-
-    sends_model: ClassVar[bool] = True
-    """Whether replies hold the trained model; otherwise ``payload`` stands for it."""
-    drop_stragglers = False
-    """Whether stragglers are left out instead of contributing their partial work."""
-    payload: ClassVar[type[Payload]] = Payload
-    """What the client half's replies add to the model."""
-    needs: ClassVar[tuple[str, ...]] = ()
-    """Metrics without which a reply can't be used."""
-    stateful_clients: ClassVar[bool] = False
-    """Whether clients keep state that depends on what the server accepted."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
@@ -79,38 +56,6 @@ class FedStrategy(CommonArguments, Strategy, Generic[State, Up]):
             self.min_evaluate_nodes = 0
             logger.warning("fraction_evaluate is set to 0.0. Federated evaluation will be skipped.")
         self.reset()
-
-    def check_settings(self) -> None:
-        """Refuse settings that contradict one another, with a ConfigError."""
-
-    # --- the algorithm: pure functions ------------------------------------------------------------------
-
-    def init_state(self, params: Params) -> State:
-        """Return the server's state before round 1."""
-        return cast("State", ServerState(params=params))
-
-    def admit(self, state: State, clients: Clients) -> State:
-        """Return the state after clients were seen for the first time (id -> examples)."""
-        del clients
-        return state
-
-    def forget(self, state: State, client: str) -> State:
-        """Return the state after a client said that it lost its own."""
-        del client
-        return state
-
-    def broadcast(self, state: State, client: str) -> Broadcast[Any]:
-        """Return what one client is sent."""
-        del client
-        return Broadcast(state.params, NOTHING)
-
-    def evaluated(self, state: State) -> Params:
-        """Return the model that is evaluated and handed out; x itself, unless a method averages or looks ahead."""
-        return state.params
-
-    @abstractmethod
-    def aggregate(self, state: State, updates: Sequence[Update[Up]]) -> State:
-        """Return the state after a round; ``updates`` are sorted by client id and never empty."""
 
     # --- what the plumbing remembers ----------------------------------------------------------------------
 
@@ -135,31 +80,6 @@ class FedStrategy(CommonArguments, Strategy, Generic[State, Up]):
         self.diagnostics: dict[str, float] = {}
         self._sent: list[Message] = []
 
-    @property
-    def algorithm(self) -> str:
-        """The name on the wire and in the run config: that of the nearest class in ALGORITHMS."""
-        from fedstrat.strategies import ALGORITHMS  # noqa: PLC0415 - the table imports every algorithm
-
-        names = {entry.strategy: name for name, entry in ALGORITHMS.items()}
-        for cls in type(self).__mro__:
-            if cls in names:
-                return names[cls]
-        raise ConfigError(
-            f"{type(self).__name__} is not in fedstrat.strategies.ALGORITHMS; add ALGORITHMS['…'] ="
-            f" Algorithm({type(self).__name__}, its LocalRule) in a module that both apps import"
-        )
-
-    @property
-    def rule(self) -> type[LocalRule[Any, Any]]:
-        """The client half."""
-        from fedstrat.strategies import ALGORITHMS  # noqa: PLC0415
-
-        return ALGORITHMS[self.algorithm].rule
-
-    def note(self, **numbers: float) -> None:
-        """Record numbers about this round for the log and the history; the mathematics doesn't read them."""
-        self.diagnostics.update({kebab(name): float(value) for name, value in numbers.items()})
-
     def _adopt(self, arrays: ArrayRecord) -> State:
         """Take ``arrays`` as the global model; a wrapper (such as Flower's DP ones) may have changed them."""
         if self.state is None or self.layout is None:
@@ -169,22 +89,14 @@ class FedStrategy(CommonArguments, Strategy, Generic[State, Up]):
             self.state = self.init_state(params)
         elif arrays is not self.arrays:
             params, self.buffers = self.layout.split(decode(arrays, self.arrayrecord_key))
+            handed_out = self.evaluated(self.state)
+            if handed_out is not self.state.params:
+                # Another model than x was handed out: x moves by what the wrapper added to it.
+                change = {n: p.double() - handed_out[n].double() for n, p in params.items()}
+                params = moved(self.state.params, change)
             self.state = dataclasses.replace(self.state, params=params)
         self.arrays = arrays
         return self.state
-
-    @property
-    def pack_content(self) -> str:
-        """What packs hold: "none" where no packs travel."""
-        return "none"
-
-    def _moving_buffers(self) -> ArrayRecord:
-        return ArrayRecord({name: raw_array(self.buffers[name]) for name in self.buffers if name in self.moving})
-
-    @property
-    def need_examples(self) -> bool:
-        """Whether the numbers of examples of all clients must be known, also of those that never trained."""
-        return False
 
     def _meet(self, grid: Grid, share: float, smallest: int) -> tuple[dict[int, str], int]:
         nodes, size, met = self.roster.meet(
@@ -210,6 +122,7 @@ class FedStrategy(CommonArguments, Strategy, Generic[State, Up]):
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
         """Draw a cohort and build its messages."""
+        self.trained, self.failed, self.diagnostics = (), {}, {}
         if self.fraction_train == 0.0:
             return []
         self._adopt(arrays)
@@ -219,54 +132,9 @@ class FedStrategy(CommonArguments, Strategy, Generic[State, Up]):
         if self.drop_stragglers:
             chosen = [node for node in chosen if node not in shares]
         logger.info("configure_train: Sampled %s nodes (out of %s)", len(chosen), len(nodes))
-        state = cast("State", self.state)
-        # Equal objects are encoded once; each is kept, so that its id stays its own.
-        models: dict[int, tuple[Params | None, ArrayRecord]] = {
-            id(self.evaluated(state)): (self.evaluated(state), arrays)
-        }
-        extras: dict[int, tuple[Payload, dict[str, ArrayRecord]]] = {}
-        messages = []
-        for node in chosen:
-            sent = self.broadcast(state, nodes[node])
-            if sent.params is not None and id(sent.params) not in models:
-                models[id(sent.params)] = (sent.params, self._encode(sent.params, self.buffers))
-            if id(sent.extra) not in extras:
-                extras[id(sent.extra)] = (sent.extra, sent.extra.encode())
-            content: dict[str, Any] = {
-                **({self.arrayrecord_key: models[id(sent.params)][1]} if sent.params is not None else {}),
-                self.configrecord_key: self._train_config(server_round, config, nodes[node], shares.get(node)),
-                **extras[id(sent.extra)][1],
-            }
-            if sent.params is None:
-                content["buffers"] = self._moving_buffers()
-            messages.append(Message(RecordDict(content), node, MessageType.TRAIN, group_id=str(server_round)))
-        self._sent = messages
-        return messages
-
-    def _train_config(
-        self, server_round: int, config: ConfigRecord, client: str, epochs_share: float | None
-    ) -> ConfigRecord:
-        own: dict[str, Any] = {
-            "algorithm": self.algorithm,
-            "experiment-id": self.experiment_id,
-            "accepted-round": self.accepted.get(client, 0),
-            "pack-content": self.pack_content,
-            **{kebab(f.name): getattr(self, f.name) for f in dataclasses.fields(self.rule)},
-        }
-        own = {name: value for name, value in own.items() if value is not None}
-        if self.evaluate_personal:
-            own["evaluate-personal"] = True
-        if self.seed is not None:
-            own["seed"] = self.seed
-        if epochs_share is not None:
-            own["epochs-share"] = epochs_share
-        return ConfigRecord(
-            {
-                **config,
-                "server-round": server_round,
-                **{f"fedstrat.{name}": value for name, value in own.items()},
-            }
-        )
+        outbox = Outbox(self, server_round, arrays, config)
+        self._sent = [outbox.message(node, nodes[node], shares.get(node)) for node in chosen]
+        return self._sent
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
@@ -291,7 +159,7 @@ class FedStrategy(CommonArguments, Strategy, Generic[State, Up]):
             return self._no_step(server_round, f"the step would make '{broken[0]}' NaN or infinite; it wasn't taken")
         self.moving |= {n for n, b in buffers.items() if not torch.equal(b, self.buffers[n])}
         self.state, self.buffers = after, buffers
-        self.arrays = self._encode(self.evaluated(after), buffers)
+        self.arrays = self.encode(self.evaluated(after), buffers)
         self.trained = tuple(u.client for u in updates)
         self.accepted.update(dict.fromkeys(self.trained, server_round))
         self.failed_rounds = 0
@@ -309,8 +177,11 @@ class FedStrategy(CommonArguments, Strategy, Generic[State, Up]):
         pairs = self.roster.senders(self._sent, replies)
         taken = intake.sort_out(pairs, expected)
         logger.info("aggregate_train: Received %s results and %s failures", len(replies) - taken.errors, taken.errors)
-        answered = {client for client, _ in pairs}
-        for client in in_order({self.roster.client_of(m.metadata.dst_node_id) for m in self._sent} - answered):
+        answered = {reply.metadata.reply_to_message_id for reply in replies}
+        silent = [m.metadata.dst_node_id for m in self._sent if m.metadata.message_id not in answered]
+        for client in in_order(self.roster.client_of(node) for node in silent):
+            if client in taken.failed:
+                continue  # it did send something
             taken.failed[client] = "no reply in time"
             logger.warning("round %d: client %s is dropped: no reply in time", server_round, client)
         for client in taken.lost:
@@ -344,7 +215,8 @@ class FedStrategy(CommonArguments, Strategy, Generic[State, Up]):
             grouped.setdefault(reason, []).append(client)
         return "; ".join(f"client {', '.join(clients)}: {reason}" for reason, clients in grouped.items()) or "no reply"
 
-    def _encode(self, params: Params, buffers: Params) -> ArrayRecord:
+    def encode(self, params: Params, buffers: Params) -> ArrayRecord:
+        """The whole model as an ArrayRecord."""
         whole = cast("Layout", self.layout).join(params, buffers)
         return ArrayRecord({name: numpy_array(tensor) for name, tensor in whole.items()})
 
@@ -431,7 +303,7 @@ class FedStrategy(CommonArguments, Strategy, Generic[State, Up]):
         self.state = unpack_state(self.init_state(params), snapshot.tensors, snapshot.numbers)
         self.accepted, self.seen = dict(snapshot.accepted), set(snapshot.seen)
         self.moving = set(self.buffers)  # which ever moved isn't kept; sending too many changes nothing
-        self.arrays = self._encode(self.evaluated(self.state), self.buffers)
+        self.arrays = self.encode(self.evaluated(self.state), self.buffers)
         return self.arrays
 
     # --- the run --------------------------------------------------------------------------------------------

@@ -177,6 +177,9 @@ class Roster:
             client = self.client_of(node)
             if node not in self.clients and reply.has_content():
                 said = reply.content.config_records.get("client", ConfigRecord()).get("client-id")
-                client = said if isinstance(said, str) else client
+                if isinstance(said, str):
+                    client = said
+                    if said not in self.clients.values():
+                        self.clients[node] = said  # known from now on without a query
             pairs.append((client, reply))
         return sorted(pairs, key=lambda pair: client_order(pair[0]))

@@ -5,21 +5,20 @@ Wang, Fan, Qi, Wen, Wang, Yu, "Federated Learning with Fair Averaging", IJCAI 20
 
     client i   F_i = loss at the received x, before training; then as FedAvg; sends y_i, F_i
     server     delta_i = y_i - x
-    internal   the ceil(…) clients of largest loss stay as they are: positions >= (m - 1)(1 - alpha) in ascending F
-               every other i, for j != i in ascending F:
-                   if <delta_j, d_i> < 0:   d_i <- d_i - <delta_j, d_i> / |delta_j|^2 delta_j          d_i = delta_i at first
+    internal   the clients at positions >= (m - 1)(1 - alpha) in ascending F keep d_i = delta_i (the largest losses);
+               every other one starts there, and for all j != i in ascending F:
+                   if <delta_j, d_i> < 0:   d_i <- d_i - <delta_j, d_i> / |delta_j|^2 delta_j
                g = mean_i d_i
     external   from round tau on, for k = tau - 1, ..., 0:
-                   c = sum of the last delta_j of the clients last seen k rounds ago with <g, delta_j> < 0
+                   c = sum of the last delta_j of those clients last seen k rounds ago with <g, delta_j> < 0
                    if <g, c> < 0:   g <- g - <g, c> / |c|^2 c
-    length     x <- x + eta_g |mean_i delta_i| g / |g|                                                 eta_g = server_lr
+    length     x <- x + eta_g |mean_i delta_i| g / |g|          eta_g = server_lr
 
 k = 0 are this round's own clients, so tau = 1 needs no memory. With tau > 1 the server keeps the last delta_j of the
 clients of tau - 1 rounds.
 
-Differs from the paper: the paper's algorithm projects external conflicts per round and this follows the authors' code in
-which clients conflict with g; alpha = 0 keeps nobody, as in the code. Updates that are 0 or shorter than float32's
-rounding of x (4 eps32 |x|) are never projected on, |g| = 0 gives no step, rounds without replies don't count.
+Differs from the paper: alpha = 0 keeps nobody, as in the authors' code. Updates that are 0 or shorter than float32's
+rounding of x (4 eps32 |x|) are never projected on; |g| = 0 gives no step; rounds without replies don't count as rounds.
 """
 
 import math
@@ -46,7 +45,7 @@ class FedFV(FedStrategy[HistoryState, Payload]):
 
     needs = ("loss-before",)
 
-    alpha: float = hyper(default=0.1, ge=0.0, le=1.0, symbol="alpha", doc="share of clients, of largest loss, kept as is")
+    alpha: float = hyper(default=0.1, ge=0.0, le=1.0, symbol="alpha", doc="share of clients, of largest loss, kept")
     tau: int = hyper(default=1, ge=1, symbol="tau", doc="rounds whose clients' conflicts are removed; 1: only this one")
     server_lr: float = hyper(default=1.0, gt=0.0, symbol="eta_g", doc="scales the step")
 
@@ -64,26 +63,26 @@ class FedFV(FedStrategy[HistoryState, Payload]):
 
         mean = torch.zeros(len(rows), dtype=torch.float64)
         mean[: len(updates)] = 1.0 / len(updates)
-        g = self._without_internal_conflicts([u.metrics["loss-before"] for u in updates], gram, usable)
-        internal = int((g != mean).any())
+        losses = [u.metrics["loss-before"] for u in updates]
+        g, conflicts = self._without_internal_conflicts(losses, gram, usable)
         if state.round + 1 >= self.tau:
             for age in range(self.tau - 1, -1, -1):
                 g = _without_external_conflicts(g, gram, usable & (ages_of_rows == age))
         length = _length(mean, gram)
         before = _length(g, gram)
         scale = length / before if before > 0.0 else 0.0
-        self.note(conflicts=internal, external_rows=len(ages), projected_norm_share=before / length if length else 0.0)
+        self.note(conflicts=conflicts, external_rows=len(ages), projected_norm_share=before / length if length else 0.0)
         after = moved(state.params, rows.combined(g), self.server_lr * scale)
         return state.after(updates, after, self.tau - 1)
 
     def _without_internal_conflicts(
         self, losses: Sequence[float], gram: torch.Tensor, usable: torch.Tensor
-    ) -> torch.Tensor:
-        """Coefficients of ``mean_i d_i``."""
+    ) -> tuple[torch.Tensor, int]:
+        """Coefficients of ``mean_i d_i``, and the number of projections."""
         m = len(losses)
         order = sorted(range(m), key=losses.__getitem__)
         kept = set(order[math.ceil((m - 1) * (1.0 - self.alpha)) :]) if self.alpha > 0.0 else set()
-        total = torch.zeros(len(gram), dtype=torch.float64)
+        total, projections = torch.zeros(len(gram), dtype=torch.float64), 0
         for i in range(m):
             d = torch.zeros_like(total)
             d[i] = 1.0
@@ -91,8 +90,9 @@ class FedFV(FedStrategy[HistoryState, Payload]):
                 inner = float(gram[j] @ d)
                 if j != i and inner < 0.0 and bool(usable[j]):
                     d[j] -= inner / float(gram[j, j])
+                    projections += 1
             total += d
-        return total / m
+        return total / m, projections
 
 
 def _without_external_conflicts(g: torch.Tensor, gram: torch.Tensor, asked: torch.Tensor) -> torch.Tensor:

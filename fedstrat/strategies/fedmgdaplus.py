@@ -5,15 +5,14 @@ Science and Engineering 9(4), 2022, https://arxiv.org/abs/2006.11489 (Algorithm 
 
     client     as FedAvg
     server     delta_i = y_i - x,   u_i = delta_i / |delta_i|,   p_i = n_i / sum_{j in S} n_j
-               lambda = argmin |sum_i lambda_i u_i|^2       over  lambda >= 0,  sum lambda = 1,  |lambda_i - p_i| <= epsilon
-               x <- x + eta_g sum_i lambda_i u_i            eta_g = server_lr
+               lambda = argmin |sum_i lambda_i u_i|^2    over  lambda >= 0, sum lambda = 1, |lambda_i - p_i| <= epsilon
+               x <- x + eta_g sum_i lambda_i u_i         eta_g = server_lr
 
 The u_i are unit vectors, so a step is at most eta_g long, whatever the clients' learning rate. epsilon = 0 keeps the
 weights p_i; with epsilon = 1 the step d is the min-norm point, along which every client gains: <u_i, d> >= |d|^2.
 
-Differs from the paper: lambda is held near p_i, as in the released implementations (the paper writes 1/m). Clients whose
-update is 0, or shorter than float32's rounding of x (4 eps32 |x|), have no direction and are left out; p is
-renormalised over the others.
+Differs from the paper: clients whose update is 0, or shorter than float32's rounding of x (4 eps32 |x|), have no
+direction and are left out; p is renormalised over the others.
 """
 
 import dataclasses
@@ -56,7 +55,6 @@ class FedMGDAPlus(FedStrategy[ServerState, Payload]):
         inner = units @ weights
         coefficients = torch.zeros_like(lengths)
         coefficients[active] = weights / n
-        self.note(
-            active_clients=len(n), min_inner=inner.min(), direction_norm=(weights @ inner).clamp(min=0.0).sqrt()
-        )
+        norm = float((weights @ inner).clamp(min=0.0).sqrt())
+        self.note(active_clients=len(n), min_inner=float(inner.min()), direction_norm=norm)
         return dataclasses.replace(state, params=moved(state.params, rows.combined(coefficients), self.server_lr))

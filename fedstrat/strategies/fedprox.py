@@ -37,6 +37,10 @@ class FedProx(FedAvg):
     server_lr = 1.0  # not a setting of FedProx
     drop_stragglers = False  # nor this: it takes their partial work
 
+    @override
+    def flower_config(self) -> dict[str, float]:
+        return {"proximal-mu": self.mu}
+
 
 @dataclass
 class FedProxRule(LocalRule[None, None]):

@@ -192,7 +192,7 @@ def read_update(content: RecordDict, client: str, expected: Expected) -> Update[
         lr_sum=lr_sum,
         params=params,
         buffers=buffers,
-        metrics={k: float(v) for k, v in metrics.items() if isinstance(v, int | float)},
+        metrics={k: as_float(v) for k, v in metrics.items() if isinstance(v, int | float)},
         extra=payload.decode(content, layout.params_like(), "the client half of this algorithm is needed"),
     )
 
@@ -270,7 +270,7 @@ def read_counts(content: RecordDict, keys: Keys, prefix: str = "") -> tuple[int,
         raise PayloadError(f"metrics/{prefix}num-correct: expected 0 to {num_examples:g}, but got {correct:g}")
     # A diverged model's loss may be infinite: that is a result, not a broken reply.
     loss_sum = metrics.get(f"{prefix}loss-sum", math.nan)
-    return int(correct), float(loss_sum) if isinstance(loss_sum, int | float) else math.nan, int(num_examples)
+    return int(correct), as_float(loss_sum), int(num_examples)
 
 
 def number(metrics: MetricRecord, name: str) -> float:
@@ -280,9 +280,20 @@ def number(metrics: MetricRecord, name: str) -> float:
         PayloadError: It is missing, a list, NaN or infinite.
     """
     value = metrics.get(name)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise PayloadError(f"metrics/{name}: expected one finite number, but got {value!r}")
-    return value
+    read = as_float(value)
+    if not math.isfinite(read):
+        raise PayloadError(f"metrics/{name}: expected one finite number, but got {str(value)[:100]}")
+    return read
+
+
+def as_float(value: object) -> float:
+    """A metric as a float: NaN for what is no number, infinity for an integer beyond the floats."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return math.nan
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf if value > 0 else -math.inf
 
 
 def clip_update(update: Update[Any], params: Params, max_norm: float, server_round: int) -> Update[Any]:
@@ -307,11 +318,11 @@ def mean_metrics(records: list[RecordDict], weight_key: str) -> dict[str, int | 
     sums: dict[str, tuple[list[float], float, bool]] = {}
     for record in records:
         metrics = _metrics(record)
-        weight = float(metrics.get(weight_key, 0.0))  # type: ignore[arg-type]
+        weight = as_float(metrics.get(weight_key, 0.0))
         for name, value in metrics.items():
             if name == weight_key:
                 continue
-            values = [float(v) for v in value] if isinstance(value, list) else [float(value)]
+            values = [as_float(v) for v in value] if isinstance(value, list) else [as_float(value)]
             total, weights, scalar = sums.get(name, ([0.0] * len(values), 0.0, not isinstance(value, list)))
             if len(total) == len(values):
                 sums[name] = (

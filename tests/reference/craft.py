@@ -9,6 +9,7 @@
 
 U^+ keeps singular values above rtol times the largest and, while |g| > max_norm, drops the smallest left.
 One active client: the same formula, or ("raw") its D_i as it is.
+reference "ema" puts a running mean, g_prev <- decay g_prev + (1 - decay) g, in the place of g_prev.
 Nobody active: g = sum_i p_i D_i over the cohort, and the group keeps its g_prev.
 """
 
@@ -51,10 +52,13 @@ class CRAFT(Twin):
         rtol: float = 1e-3,
         max_norm: float = 10.0,
         single_client: str = "formula",
+        reference: str = "previous",
+        reference_decay: float = 0.9,
     ) -> None:
         super().__init__(task)
         self.server_lr, self.groups = server_lr, group_indices(grouping)
         self.min_norm, self.rtol, self.max_norm, self.single_client = min_norm, rtol, max_norm, single_client
+        self.decay = reference_decay if reference == "ema" else 0.0
         self.previous = {q: np.zeros(len(at), task.x0.dtype) for q, at in self.groups.items()}
         self.active: dict[str, list[int]] = {}
 
@@ -65,7 +69,8 @@ class CRAFT(Twin):
             threshold = max(self.min_norm, 4 * EPS32 * float(np.linalg.norm(self.x[at])))
             self.active[q] = [i for i in D if np.linalg.norm(D[i]) >= threshold]
             if self.active[q]:
-                self.previous[q] = step[at] = self.direction(q, {i: D[i] for i in self.active[q]})
+                step[at] = g = self.direction(q, {i: D[i] for i in self.active[q]})
+                self.previous[q] = self.decay * self.previous[q] + (1 - self.decay) * g
             else:
                 p = self.examples_share(trained)
                 step[at] = sum(p[i] * D[i] for i in D)

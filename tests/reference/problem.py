@@ -72,6 +72,7 @@ class Task:
     weight_decay: float = 0.02
     clip_norm: float = 0.0  # 0: not clipped
     epoch_decay: float = 0.8  # of the learning rate, inside a round
+    momentum: float = 0.0  # of the local steps, heavy ball
     idle: int = -1  # a client whose learning rate is nearly 0
 
     def num_examples(self, client: int) -> int:
@@ -118,6 +119,11 @@ class Task:
             batches=buffers.batches + 1,
         )
         return g, moved
+
+    def full_loss(self, client: int, y: Array, buffers: Buffers) -> float:
+        """Loss over all of the client's data, without decay, with the running statistics at rest."""
+        loss, _ = self.loss_and_gradient(y, self.rows[client], self.labels[client], buffers.mean, buffers.var)
+        return loss
 
     def full_gradient(self, client: int, y: Array, buffers: Buffers) -> Array:
         """Gradient of the client's whole objective, decay included, with the running statistics at rest."""

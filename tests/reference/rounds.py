@@ -5,7 +5,8 @@ A local step, in this order (the rule's correction comes last, so it never is de
     g <- gradient of the batch at y, or at y + e where the method perturbs
     g <- g + weight_decay * y
     g <- g * min(1, clip_norm / |g|)
-    y <- y - lr * correct(g, y)
+    b <- momentum * b + correct(g, y)            b = 0 at the start of a round
+    y <- y - lr * b
 
 A round: every client of the cohort trains from the same x; buffers become the mean weighted by examples
 (integers: the largest); the method then moves x. D_i = x - y_i points uphill, and servers subtract.
@@ -48,7 +49,7 @@ def descend(
     stop: Callable[[Array, Buffers], bool] = lambda _y, _buffers: False,
 ) -> Trained:
     """SGD from x. `stop` is asked at the end of every epoch."""
-    y, steps, lr_sum, path = x.copy(), 0, 0.0, np.zeros_like(x)
+    y, steps, lr_sum, path, b = x.copy(), 0, 0.0, np.zeros_like(x), np.zeros_like(x)
     for epoch in range(task.epochs):
         lr = task.lr(client, round_number, epoch)
         for rows, labels in task.batches(client):
@@ -56,7 +57,8 @@ def descend(
             if perturb is not None:  # the second pass leaves the buffers alone
                 g, _ = task.gradient(y + perturb(g), rows, labels, buffers)
             g = clip(g + task.weight_decay * y, task.clip_norm)
-            y = y - lr * correct(g, y)
+            b = task.momentum * b + correct(g, y)
+            y = y - lr * b
             path = path + lr * g
             steps, lr_sum = steps + 1, lr_sum + lr
         if stop(y, buffers):

@@ -28,7 +28,13 @@ class Net(nn.Module):
         self.output = nn.Linear(HIDDEN, CLASSES, dtype=dtype)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.output(torch.tanh(self.hidden(self.norm(self.embed(x)))))
+        return self.classify(self.features(x))
+
+    def features(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.hidden(self.norm(self.embed(x))))
+
+    def classify(self, z: torch.Tensor) -> torch.Tensor:
+        return self.output(z)
 
 
 def initial_arrays(task: Task) -> ArrayRecord:
@@ -48,15 +54,19 @@ def own_loop(task: Task) -> ClientApp:
         client, t, loader, model = setting(task, msg, context)
         with fedstrat.LocalSession(msg, context, model) as session:
             optimizer = session.optimizer(
-                lr=task.lr(client, t, 0), weight_decay=task.weight_decay, clip_norm=task.clip_norm
+                lr=task.lr(client, t, 0),
+                momentum=task.momentum,
+                weight_decay=task.weight_decay,
+                clip_norm=task.clip_norm,
             )
             # A loop that serves every algorithm makes every call; the rule takes what it needs.
             session.full_gradient(loader, cross_entropy)
+            session.loss_before(loader, cross_entropy)
             for epoch in range(task.epochs):
                 for group in optimizer.param_groups:
                     group["lr"] = task.lr(client, t, epoch)
                 for x, y in loader:
-                    optimizer.step(lambda x=x, y=y: cross_entropy(model(x), y))
+                    optimizer.step(lambda x=x, y=y: session.loss(x, y, cross_entropy))
                 if session.should_stop(loader, cross_entropy):
                     break
             return session.reply(num_examples=task.num_examples(client))
@@ -75,7 +85,11 @@ def one_line(task: Task) -> ClientApp:
 
 
 def run_config(task: Task) -> dict[str, float]:
-    return {"train.weight-decay": task.weight_decay, "train.clip-norm": task.clip_norm}
+    return {
+        "train.momentum": task.momentum,
+        "train.weight-decay": task.weight_decay,
+        "train.clip-norm": task.clip_norm,
+    }
 
 
 def setting(task: Task, msg: Message, context: Context) -> tuple[int, int, list[Batch], Net]:

@@ -1,0 +1,110 @@
+"""ServerHalf: an algorithm's server side as pure functions of explicit, frozen state. No Message in sight.
+
+init_state(params) -> state          what the server remembers before round 1
+broadcast(state, client) -> payload  what one client is sent
+aggregate(state, updates) -> state   the server's step
+"""
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import Any, ClassVar, Generic, TypeVar, cast
+
+from fedstrat.errors import ConfigError
+from fedstrat.local.rule import LocalRule
+from fedstrat.naming import kebab
+from fedstrat.payloads import NOTHING, Broadcast, Params, Payload, Update
+from fedstrat.strategies.arguments import CommonArguments
+from fedstrat.strategies.state import Clients, ServerState
+
+State = TypeVar("State", bound=ServerState)
+Up = TypeVar("Up", bound=Payload)
+
+
+class ServerHalf(CommonArguments, Generic[State, Up]):
+    """What an algorithm file says about the server; ``FedStrategy`` adds the plumbing."""
+
+    sends_model: ClassVar[bool] = True
+    """Whether replies hold the trained model; otherwise ``payload`` stands for it."""
+    drop_stragglers = False
+    """Whether stragglers are left out instead of contributing their partial work."""
+    payload: ClassVar[type[Payload]] = Payload
+    """What the client half's replies add to the model."""
+    needs: ClassVar[tuple[str, ...]] = ()
+    """Metrics without which a reply can't be used."""
+    stateful_clients: ClassVar[bool] = False
+    """Whether clients keep state that depends on what the server accepted."""
+
+    diagnostics: dict[str, float]
+
+    def check_settings(self) -> None:
+        """Refuse settings that contradict one another, with a ConfigError."""
+
+    # --- the algorithm: pure functions ------------------------------------------------------------------
+
+    def init_state(self, params: Params) -> State:
+        """Return the server's state before round 1."""
+        return cast("State", ServerState(params=params))
+
+    def admit(self, state: State, clients: Clients) -> State:
+        """Return the state after clients were seen for the first time (id -> examples)."""
+        del clients
+        return state
+
+    def forget(self, state: State, client: str) -> State:
+        """Return the state after a client said that it lost its own."""
+        del client
+        return state
+
+    def broadcast(self, state: State, client: str) -> Broadcast[Any]:
+        """Return what one client is sent."""
+        del client
+        return Broadcast(state.params, NOTHING)
+
+    def evaluated(self, state: State) -> Params:
+        """Return the model that is evaluated and handed out; x itself, unless a method averages or looks ahead."""
+        return state.params
+
+    @abstractmethod
+    def aggregate(self, state: State, updates: Sequence[Update[Up]]) -> State:
+        """Return the state after a round; ``updates`` are sorted by client id and never empty."""
+
+    # --- what it is called, what it needs -----------------------------------------------------------------
+
+    @property
+    def algorithm(self) -> str:
+        """The name on the wire and in the run config: that of the nearest class in ALGORITHMS."""
+        from fedstrat.strategies import ALGORITHMS  # noqa: PLC0415 - the table imports every algorithm
+
+        names = {entry.strategy: name for name, entry in ALGORITHMS.items()}
+        for cls in type(self).__mro__:
+            if cls in names:
+                return names[cls]
+        raise ConfigError(
+            f"{type(self).__name__} is not in fedstrat.strategies.ALGORITHMS; add ALGORITHMS['…'] ="
+            f" Algorithm({type(self).__name__}, its LocalRule) in a module that both apps import"
+        )
+
+    @property
+    def rule(self) -> type[LocalRule[Any, Any]]:
+        """The client half."""
+        from fedstrat.strategies import ALGORITHMS  # noqa: PLC0415
+
+        return ALGORITHMS[self.algorithm].rule
+
+    def flower_config(self) -> dict[str, float]:
+        """Settings under Flower's own keys, for unmodified Flower clients."""
+        return {}
+
+    def note(self, **numbers: float) -> None:
+        """Record numbers about this round for the log and the history; the mathematics doesn't read them."""
+        self.diagnostics.update({kebab(name): float(value) for name, value in numbers.items()})
+
+    @property
+    def pack_content(self) -> str:
+        """What packs hold: "none" where no packs travel."""
+        return "none"
+
+    @property
+    def need_examples(self) -> bool:
+        """Whether the numbers of examples of all clients must be known, also of those that never trained."""
+        return False
