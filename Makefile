@@ -16,7 +16,7 @@ INSTALLED_DEV := $(VENV)/.installed-dev
 .DELETE_ON_ERROR:
 
 demo: $(INSTALLED)
-	$(BIN)/fedstrat run -c "algorithm=craft craft.server-lr=0.3 dataset.name=digits dataset.alpha=0.1 num-clients=50"
+	$(BIN)/fedstrat run -c "algorithm=craft craft.server-lr=0.3 dataset.name=digits dataset.alpha=0.1 num-clients=50 num-server-rounds=100"
 
 test: $(INSTALLED_DEV)
 	$(BIN)/python -m pytest -m "not slow"
