@@ -3,12 +3,13 @@
 Task: 1797 images of 8 x 8 pixels over 50 clients, Dirichlet(0.1) by label, at least 5 samples each, of which a client
 keeps 20 % for testing; an MLP 64-100-10; 100 rounds of 10 clients, one local epoch in batches of 20, plain SGD.
 
-Protocol: every method gets the same learning rates times three values of its one main knob, other settings at their
-defaults, and the same three seeds. A seed decides partition, initial model, cohorts and batch orders, the same for all
-methods. A fifth of every client's training part is held back; the cell with the best accuracy on it (unweighted mean
-over clients, mean over seeds, last round) is the method's, and its scores on the clients' test parts are reported
-(last round, mean and sample standard deviation over seeds). Ranges were set by looking at validation accuracies of
-seeds 0 and 12, which aren't among those reported.
+Protocol: every method gets 12 cells, four learning rates times three values of its one main knob, other settings at
+their defaults, and the same three seeds. The rates are four neighbours on one ladder; methods that mix much of an older
+direction into each local step (MoFedSAM, FedVSSAM) stand higher on it. A seed decides partition, initial model, cohorts
+and batch orders, the same for all methods. A fifth of every client's training part is held back; the cell with the best
+accuracy on it (unweighted mean over clients, mean over seeds, last round) is the method's, and its scores on the
+clients' test parts are reported (last round, mean and sample standard deviation over seeds). Ranges too were set by
+validation accuracy alone, so that the best cells lie inside of them where that can be.
 
 Runs go through the real Strategies and client halves on ``InProcessGrid``. Every finished run is written to the results
 at once, so that an interrupted benchmark goes on where it stopped. Results depend neither on the number of workers nor
@@ -52,45 +53,29 @@ SETTING: dict[str, Any] = {
     "train.device": "cpu",
 }
 SEEDS = (1, 2, 3)
-LRS = (0.1, 0.3, 0.8, 2.0)
+LADDER = (0.04, 0.1, 0.3, 0.8, 2.0, 5.0)
+LOW, MIDDLE, HIGH = LADDER[:4], LADDER[1:5], LADDER[2:]
+BY_EXAMPLES = {"scaffold.weighting": "examples"}
 METHODS = (
-    Method("FedAvg", "fedavg", "server-lr", (1.0, 2.0, 4.0), {}),
-    Method("FedAvgM", "fedavgm", "momentum", (0.8, 0.9, 0.95), {}),
-    Method("FedProx", "fedprox", "mu", (0.01, 0.1, 1.0), {}),
-    Method("SCAFFOLD", "scaffold", "server-lr", (1.0, 2.0, 4.0), {}),
-    Method(
-        "SCAFFOLD, clients weighted by examples",
-        "scaffold",
-        "server-lr",
-        (1.0, 2.0, 4.0),
-        {"scaffold.weighting": "examples"},
-    ),
-    Method("ConFIG", "config", "length", ("projection", "raw", "mean_norm"), {}),
-    Method("CRAFT", "craft", "server-lr", (0.1, 0.3, 1.0), {}),
-    Method("FedSAM", "fedsam", "rho", (0.05, 0.2, 0.5), {}),
-    Method("MoFedSAM", "mofedsam", "alpha", (0.1, 0.3, 0.7), {}),
-    Method("FedVSSAM", "fedvssam", "gamma-l", (0.1, 0.4, 0.7), {}),
-    Method("FedNova", "fednova", "server-lr", (1.0, 2.0, 4.0), {}),
-    Method("q-FedAvg", "qfedavg", "q", (0.1, 0.5, 1.0), {}),
-    Method("AFL", "afl", "lambda-lr", (0.01, 0.1, 0.5), {}),
-    Method("FedMGDA+", "fedmgdaplus", "server-lr", (0.1, 0.3, 1.0), {}),
-    Method("FedFV", "fedfv", "alpha", (0.1, 0.3, 0.5), {}),
-    Method("FedLF", "fedlf", "server-lr", (0.5, 1.0, 2.0), {}),
-    Method("FedGAMMA", "fedgamma", "server-lr", (1.0, 2.0, 4.0), {}),
-    Method("FedSMOO", "fedsmoo", "lamb", (0.01, 0.1, 0.5), {}),
-    Method("FedACG", "fedacg", "momentum", (0.5, 0.7, 0.85), {}),
-    Method("MOON", "moon", "mu", (0.1, 1.0, 5.0), {}),
-    Method("FedNTD", "fedntd", "beta", (0.1, 0.3, 1.0), {}),
-    Method("Normalised FedAvgM", "normalisedfedavgm", "server-lr", (0.03, 0.1, 0.3), {}),
+    Method("FedAvg", "fedavg", "server-lr", (1.0, 2.0, 4.0), LOW),
+    Method("FedAvgM", "fedavgm", "momentum", (0.7, 0.8, 0.9), MIDDLE),
+    Method("FedProx", "fedprox", "mu", (0.01, 0.1, 1.0), MIDDLE),
+    Method("SCAFFOLD", "scaffold", "server-lr", (1.0, 2.0, 4.0), LOW),
+    Method("SCAFFOLD, weighted by examples", "scaffold", "server-lr", (1.0, 2.0, 4.0), LOW, BY_EXAMPLES),
+    Method("ConFIG", "config", "length", ("projection", "raw", "mean_norm"), MIDDLE),
+    Method("CRAFT", "craft", "server-lr", (0.1, 0.3, 1.0), MIDDLE),
+    Method("FedSAM", "fedsam", "rho", (0.02, 0.05, 0.2), MIDDLE),
+    Method("MoFedSAM", "mofedsam", "alpha", (0.05, 0.1, 0.3), HIGH),
+    Method("FedVSSAM", "fedvssam", "gamma-l", (0.1, 0.4, 0.7), HIGH),
 )
 
 CAPTION = f"""\
 1797 images over 50 clients, Dirichlet(0.1) by label, at least 5 samples and 20 % test data each; an MLP 64-100-10, 100
-rounds of 10 clients, one local epoch, batch 20. Every method has the same {len(LRS) * 3} cells: learning rates
-{", ".join(f"{lr:g}" for lr in LRS)} times three values of its one knob. A fifth of every client's training data, held
-back, chose the cell. Test accuracy over clients after the last round, mean ± standard deviation of {len(SEEDS)} seeds;
-\\* marks a chosen value at an end of its range. The last column averages all cells, those that diverge included.
-Made by `python -m benchmarks.digits`; every run is in [digits.json](benchmarks/results/digits.json).
+rounds of 10 clients, one local epoch, batch 20. Every method has 12 cells: four neighbouring learning rates of
+{", ".join(f"{lr:g}" for lr in LADDER)}, times three values of its one knob. A fifth of every client's training data,
+held back, chose the cell. Test accuracy over clients after the last round, mean ± standard deviation of {len(SEEDS)}
+seeds; \\* marks a chosen value at an end of its range. The last column averages all 12 cells, those that diverge
+included. Made by `python -m benchmarks.digits`; every run is in [digits.json](benchmarks/results/digits.json).
 """
 
 Run = tuple[Method, float, Knob, int]
@@ -98,7 +83,7 @@ Run = tuple[Method, float, Knob, int]
 
 def all_runs() -> list[Run]:
     """Every run of the benchmark, seed by seed, so that a part of it already compares all methods."""
-    return [(m, lr, value, seed) for seed in SEEDS for m in METHODS for lr in LRS for value in m.values]
+    return [(m, lr, value, seed) for seed in SEEDS for m in METHODS for lr in m.lrs for value in m.values]
 
 
 def run_config(method: Method, lr: float, value: Knob, seed: int) -> dict[str, Any]:
@@ -127,7 +112,10 @@ def make(run: Run) -> dict[str, Any]:
 
 def header() -> dict[str, Any]:
     """What decides the results, and what they were made with."""
-    grid = {m.label: {"algorithm": m.algorithm, "knob": m.knob, "values": list(m.values), **m.fixed} for m in METHODS}
+    grid = {
+        m.label: {"algorithm": m.algorithm, "lrs": list(m.lrs), "knob": m.knob, "values": list(m.values), **m.fixed}
+        for m in METHODS
+    }
     return {
         "command": "python -m benchmarks.digits",
         "date": f"{datetime.now(UTC):%Y-%m-%d}",
@@ -139,7 +127,6 @@ def header() -> dict[str, Any]:
         },
         "setting": SETTING,
         "seeds": list(SEEDS),
-        "lrs": list(LRS),
         "methods": grid,
     }
 
@@ -150,21 +137,34 @@ def key(record: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """Return the finished runs of an earlier start, or leave with a sentence if they answer other questions."""
+    """Return the finished runs of an earlier start that are part of the grid, or leave if they aren't comparable."""
     if not path.exists():
         return []
     old, new = json.loads(path.read_text(encoding="utf-8")), json.loads(json.dumps(header()))
-    for name in ("setting", "seeds", "lrs", "methods", "versions"):
+    for part in (old, new):
+        part["methods"] = {
+            label: {name: value for name, value in grid.items() if name not in ("lrs", "values")}
+            for label, grid in part["methods"].items()
+        }
+    known = old["methods"].keys() & new["methods"].keys()
+    for name in ("setting", "versions"):
         if old[name] != new[name]:
             sys.exit(f"{path} was made with other {name} ({old[name]}); --fresh begins anew and overwrites it")
-    return list(old["runs"])
+    if changed := sorted(label for label in known if old["methods"][label] != new["methods"][label]):
+        sys.exit(f"{path} was made with other settings of {', '.join(changed)}; --fresh begins anew and overwrites it")
+    return [record for record in old["runs"] if key(record) in places()]
+
+
+def places() -> dict[tuple[Any, ...], int]:
+    """Where every run stands in the results."""
+    return {(m.label, lr, value, seed): i for i, (m, lr, value, seed) in enumerate(all_runs())}
 
 
 def write(path: Path, runs: list[dict[str, Any]]) -> None:
     """Write results and table; a run is one line, in the order of the grid whatever the order of finishing."""
-    place = {(m.label, lr, value, seed): i for i, (m, lr, value, seed) in enumerate(all_runs())}
+    place = places()
     runs.sort(key=lambda record: place[key(record)])
-    rows = {m: choose(m, LRS, SEEDS, runs) for m in METHODS}
+    rows = {m: choose(m, SEEDS, runs) for m in METHODS}
     chosen = {
         m.label: {"lr": row.lr, m.knob: row.value, "validation": row.validation, "test": row.test, "grid": row.grid}
         for m, row in rows.items()

@@ -7,8 +7,8 @@ learning rate 0.05. A seed decides partition, initial model, cohorts and batch o
 Packs hold 256 parameters (174 packs), since the default of 1024 leaves so small a model 44. All other settings are the
 defaults; none was tuned. Scores after the last round are unweighted means over the clients, each on its own test part:
 of the global model, and of the personal models (what a client had after it last trained; the global model where it
-never did). ``elsewhere`` is the same personal models on samples of the other clients' test parts. Bytes are the payloads of
-training messages, up and down apart.
+never did). ``elsewhere`` is the same personal models on samples of the other clients' test parts. Bytes are the payloads
+of training messages, up and down apart.
 
 "One pack" is the end of the scale: no pack is ever below the threshold, nothing travels after a client's first round,
 and every client trains alone from the same initial model.

@@ -3,7 +3,7 @@
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 SCORES = ("mean", "best10", "worst10", "std")
@@ -20,6 +20,7 @@ class Method:
         algorithm: Its name in the run config.
         knob: The hyper-parameter that is searched, as the run config spells it without the algorithm's name.
         values: The knob's values, in order.
+        lrs: Its learning rates, in order.
         fixed: Further run-config keys of this method alone.
     """
 
@@ -27,7 +28,8 @@ class Method:
     algorithm: str
     knob: str
     values: tuple[Knob, ...]
-    fixed: Mapping[str, Any]
+    lrs: tuple[float, ...]
+    fixed: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -51,12 +53,11 @@ class Row:
     edges: tuple[str, ...]
 
 
-def choose(method: Method, lrs: Sequence[float], seeds: Sequence[int], runs: Sequence[Mapping[str, Any]]) -> Row | None:
+def choose(method: Method, seeds: Sequence[int], runs: Sequence[Mapping[str, Any]]) -> Row | None:
     """Choose the cell with the best validation accuracy, mean over clients and seeds; ties go to the first.
 
     Args:
         method: Whose cells.
-        lrs: The learning rates of the grid.
         seeds: The seeds of every cell.
         runs: Finished runs, of this and other methods, in any order.
 
@@ -64,13 +65,13 @@ def choose(method: Method, lrs: Sequence[float], seeds: Sequence[int], runs: Seq
         None while a run of this method is missing.
     """
     found = {(r["lr"], r["value"], r["seed"]): r for r in runs if r["method"] == method.label}
-    cells = [(lr, value) for lr in lrs for value in method.values]
+    cells = [(lr, value) for lr in method.lrs for value in method.values]
     if any((*cell, seed) not in found for cell in cells for seed in seeds):
         return None
     by_cell = {cell: [found[*cell, seed] for seed in seeds] for cell in cells}
     validation = {cell: statistics.fmean(r["validation"]["mean"] for r in rs) for cell, rs in by_cell.items()}
     lr, value = best = max(cells, key=validation.__getitem__)
-    edges = ["lr"] if lr in (lrs[0], lrs[-1]) else []
+    edges = ["lr"] if lr in (method.lrs[0], method.lrs[-1]) else []
     if not isinstance(value, str) and value in (method.values[0], method.values[-1]):
         edges.append(method.knob)
     return Row(
