@@ -1,5 +1,6 @@
 # make demo    CRAFT on the digits data: 50 clients, Dirichlet(0.1), simulated on this machine
 # make test    the whole test suite but what takes minutes; make test-slow runs that
+# make test-flwr VERSION=1.42.0   the tests on another Flower (TESTS=… for some of them)
 # make check   lint, format, types, layers
 # make clean   removes what these made, but not results/
 #
@@ -12,7 +13,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 INSTALLED := $(VENV)/.installed
 INSTALLED_DEV := $(VENV)/.installed-dev
 
-.PHONY: demo test test-slow check clean
+.PHONY: demo test test-slow test-flwr check clean
 .DELETE_ON_ERROR:
 
 demo: $(INSTALLED)
@@ -24,6 +25,21 @@ test: $(INSTALLED_DEV)
 test-slow: $(INSTALLED_DEV)
 	$(BIN)/python -m pytest -m slow
 
+# Another Flower with its own dependencies stands before all else of .venv, so torch is installed once.
+OTHER := .venv-flwr-$(or $(VERSION),none)
+OTHER_INSTALLED := $(OTHER)/.installed
+
+test-flwr: $(OTHER_INSTALLED)
+	$(OTHER)/bin/python -m pytest -m "not e2e and not slow" $(TESTS)
+
+$(OTHER_INSTALLED): $(INSTALLED_DEV)
+	@test -n "$(VERSION)" || { echo "Which Flower? For example: make test-flwr VERSION=1.42.0" >&2; exit 1; }
+	$(PYTHON) -m venv --clear $(OTHER)
+	$(OTHER)/bin/python -m pip install --quiet --disable-pip-version-check 'flwr[simulation]==$(VERSION)'
+	$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
+	  > "$$($(OTHER)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/zz-shared.pth"
+	@touch $@
+
 check: $(INSTALLED_DEV)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -31,7 +47,7 @@ check: $(INSTALLED_DEV)
 	$(BIN)/lint-imports
 
 clean:
-	rm -rf $(VENV) dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis .benchmarks
+	rm -rf $(VENV) .venv-flwr-* dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis .benchmarks
 	find fedstrat server_app client_app tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # A copied or moved .venv still runs the code of the place where it was made.

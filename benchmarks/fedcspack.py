@@ -7,8 +7,8 @@ learning rate 0.05. A seed decides partition, initial model, cohorts and batch o
 Packs hold 256 parameters (174 packs), since the default of 1024 leaves so small a model 44. All other settings are the
 defaults; none was tuned. Scores after the last round are unweighted means over the clients, each on its own test part:
 of the global model, and of the personal models (what a client had after it last trained; the global model where it
-never did). ``elsewhere`` is the same personal models on samples of the other clients' test parts. Bytes are the payloads
-of training messages, up and down apart.
+never did). ``elsewhere`` is the same personal models on samples of the other clients' test parts. Bytes are the
+payloads of training messages, up and down apart.
 
 "One pack" is the end of the scale: no pack is ever below the threshold, nothing travels after a client's first round,
 and every client trains alone from the same initial model.
@@ -58,7 +58,7 @@ SETTING: dict[str, Any] = {
     "train.local-epochs": 1,
     "train.device": "cpu",
 }
-SEEDS = (1, 2)
+SEEDS = (1, 2, 3)
 SCORES = ("global", "global_worst", "personal", "personal_worst", "elsewhere", "up_mb", "down_mb", "share")
 
 
@@ -145,6 +145,9 @@ def write(path: Path, runs: list[dict[str, Any]]) -> None:
 def markdown(runs: list[dict[str, Any]]) -> str:
     """The table: means over the seeds that a row has."""
     lines = [
+        "MNIST, CNN of 44 426 parameters, 20 clients, Dirichlet(0.3), 6 a round, 30 rounds, packs of 256; accuracies",
+        "after the last round, means over the clients (and over the seeds a row has), and the worst client's.",
+        "",
         "| method | seeds | global | its worst | personal | its worst | elsewhere | MB up | MB down | of FedAvg |",
         "|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|",
     ]

@@ -23,11 +23,14 @@ def train(msg: Message, context: Context) -> Message:
 @app.evaluate()
 def evaluate(msg: Message, context: Context) -> Message:
     """Evaluate the received model on this client's test data."""
-    from fedstrat.data.loaders import client_data  # noqa: PLC0415
+    from fedstrat.data.loaders import client_data, elsewhere  # noqa: PLC0415
     from fedstrat.runs.model import build_model  # noqa: PLC0415
 
     data = client_data(context.run_config, context.node_config, seed=0)
-    return fedstrat.evaluate(msg, context, build_model(context.run_config, context.node_config), data.test)
+    model = build_model(context.run_config, context.node_config)
+    return fedstrat.evaluate(
+        msg, context, model, data.test, elsewhere=lambda: elsewhere(context.run_config, context.node_config)
+    )
 
 
 @app.query()

@@ -6,6 +6,8 @@ Names are imported when first used, so that ``import fedstrat`` stays light: a c
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from fedstrat.versions import check_flower
+
 if TYPE_CHECKING:
     from fedstrat.client import evaluate as evaluate
     from fedstrat.client import query as query
@@ -16,6 +18,8 @@ if TYPE_CHECKING:
     from fedstrat.strategies import *  # noqa: F403 - its __all__ is static
 
 __version__ = "0.1.0"
+
+check_flower()
 
 _HOME = {
     "LocalSession": "fedstrat.local.session",

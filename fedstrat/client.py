@@ -27,6 +27,7 @@ def train(
     lr: float | None = None,
     epochs: int | None = None,
     batch_hook: Callable[[Any], Any] | None = None,
+    names: Iterable[str] | Callable[[str], bool] | None = None,
 ) -> Message:
     """Answer a training message: load, train under the message's algorithm, reply.
 
@@ -42,6 +43,7 @@ def train(
         epochs: Local epochs; None reads ``local-epochs`` or ``epochs``, then ``train.local-epochs``. A node of
             smaller means sets its own by ``local-epochs`` in its node config, which stands above all of these.
         batch_hook: Sees every batch before it is used; what it returns (if not None) takes its place.
+        names: Entries of the ``state_dict`` that are exchanged, where it isn't the whole; see ``LocalSession``.
 
     Raises:
         ConfigError: No learning rate or number of epochs anywhere.
@@ -54,7 +56,7 @@ def train(
     run = context.run_config
     loss_fn = loss_fn or _cross_entropy()
     _to_device(model, run)
-    with threads(_threads(run)), LocalSession(msg, context, model) as session:
+    with threads(_threads(run)), LocalSession(msg, context, model, names) as session:
         num_examples = examples_of(loader)
         if session.lost or num_examples == 0:
             return session.reply(num_examples)
@@ -97,6 +99,8 @@ def evaluate(
     loader: Iterable[Any],
     *,
     loss_fn: "LossFunction | None" = None,
+    elsewhere: "Callable[[], Iterable[Any] | None] | None" = None,
+    names: Iterable[str] | Callable[[str], bool] | None = None,
 ) -> Message:
     """Answer an evaluation message with counts: ``num-examples``, ``num-correct``, ``loss-sum``.
 
@@ -106,16 +110,19 @@ def evaluate(
         model: The model.
         loader: Yields batches (x, y) of this client's test data; may be empty.
         loss_fn: Mean loss of a batch; cross-entropy by default.
+        elsewhere: Gives batches of other clients' test data, where this process has them (in a simulation), or None;
+            called only when the server asks how the personal model does on them.
+        names: Entries of the ``state_dict`` that are exchanged, where it isn't the whole.
     """
     from fedstrat.local import loop  # noqa: PLC0415
     from fedstrat.local.device import threads  # noqa: PLC0415
-    from fedstrat.local.session import asks_for_personal, load_own, model_record  # noqa: PLC0415
+    from fedstrat.local.session import asks_for_generalisation, asks_for_personal, load_own, model_record  # noqa: PLC0415
     from fedstrat.payloads import load_arrays  # noqa: PLC0415
 
     run = context.run_config
     _to_device(model, run)
     with threads(_threads(run)):
-        load_arrays(model, model_record(msg))
+        load_arrays(model, model_record(msg), names)
         correct, loss_sum, seen = loop.evaluate(model, loader, loss_fn=loss_fn or _cross_entropy())
         metrics = MetricRecord({"num-examples": seen, "num-correct": correct, "loss-sum": loss_sum})
         if asks_for_personal(msg):
@@ -123,6 +130,11 @@ def evaluate(
             if load_own(msg, context, model):
                 correct, loss_sum, _ = loop.evaluate(model, loader, loss_fn=loss_fn or _cross_entropy())
             metrics["personal-num-correct"], metrics["personal-loss-sum"] = correct, loss_sum
+            others = elsewhere() if elsewhere is not None and asks_for_generalisation(msg) else None
+            if others is not None:
+                correct, _, seen = loop.evaluate(model, others, loss_fn=loss_fn or _cross_entropy())
+                metrics["personal-elsewhere-num-correct"] = correct
+                metrics["personal-elsewhere-num-examples"] = seen
     return Message(RecordDict({"metrics": metrics, "client": _about(context)}), reply_to=msg)
 
 

@@ -2,17 +2,10 @@
 
 import time
 from collections.abc import Iterable, Mapping
-from importlib.metadata import version
 from typing import TypeAlias
 
 from flwr.app import ConfigRecord, Context, Message
 from flwr.serverapp import Grid
-
-SUPPORTED = "flwr>=1.32,<2"
-
-_installed = tuple(int(part) for part in version("flwr").split(".")[:2])
-if not (1, 32) <= _installed < (2, 0):
-    raise ImportError(f"fedstrat needs {SUPPORTED}, but flwr {version('flwr')} is installed; pip install '{SUPPORTED}'")
 
 try:
     from flwr.supercore.task_identity import TaskIdentity

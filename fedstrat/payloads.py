@@ -157,13 +157,40 @@ def to_arrays(model: torch.nn.Module | Params) -> ArrayRecord:
     return ArrayRecord({name: numpy_array(tensor) for name, tensor in tensors.items()})
 
 
-def load_arrays(model: torch.nn.Module, record: ArrayRecord) -> None:
+def chosen(model: torch.nn.Module, names: Iterable[str] | Callable[[str], bool] | None) -> frozenset[str]:
+    """The entries of a model's ``state_dict`` that ``names`` (names, a predicate, or None: all) choose.
+
+    Raises:
+        ConfigError: A name that the model doesn't have, or nothing is chosen.
+    """
+    own = model.state_dict()
+    if names is None:
+        return frozenset(own)
+    wanted = frozenset(n for n in own if names(n)) if callable(names) else frozenset(names)
+    unknown = sorted(wanted - set(own))
+    if unknown:
+        raise ConfigError(f"names: the model has no array '{unknown[0]}'{nearest(unknown[0], own)}")
+    if not wanted and own:
+        raise ConfigError(f"names: expected some of the model's {len(own)} arrays, but none is chosen")
+    return wanted
+
+
+def load_arrays(
+    model: torch.nn.Module, record: ArrayRecord, names: Iterable[str] | Callable[[str], bool] | None = None
+) -> None:
     """Load a received ArrayRecord into a model, strictly.
+
+    Args:
+        model: The model.
+        record: What came.
+        names: Entries of the ``state_dict`` that are exchanged, as names or a predicate; None: all.
 
     Raises:
         PayloadError: Names, shapes or dtypes differ from the model's, or an Array can't be decoded.
+        ConfigError: ``names`` holds one that the model doesn't have.
     """
-    own, received = model.state_dict(), decode(record, "arrays")
+    some = chosen(model, names)
+    own, received = {n: t for n, t in model.state_dict().items() if n in some}, decode(record, "arrays")
     check_like(received, own, "arrays", owner="this model")
     with torch.no_grad():
         for name, tensor in received.items():

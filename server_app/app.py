@@ -55,6 +55,8 @@ def main(grid: Grid, context: Context) -> None:
         folder.keep_until(snapshot.round)
         for line in folder.history:
             goals.take(line["mean"])
+        if goals.reason:
+            print(f"the goal was reached before: {goals.reason}", flush=True)
         print(f"resuming after round {snapshot.round}", flush=True)
 
     def on_round(finished: RoundReport) -> None:
@@ -65,12 +67,12 @@ def main(grid: Grid, context: Context) -> None:
     status: Literal["completed", "failed", "interrupted"] = "failed"
     try:
         with _signals_interrupt():
-            nodes = wait_for_nodes(grid, run.num_clients, run.connect_timeout)
+            nodes = wait_for_nodes(grid, run.num_clients, run.connect_timeout, ask=True)
             print(f"{len(nodes)} nodes are connected", flush=True)
             result = strategy.start(
                 grid=grid,
                 initial_arrays=fedstrat.to_arrays(model),
-                num_rounds=run.num_server_rounds,
+                num_rounds=snapshot.round if snapshot is not None and goals.reason else run.num_server_rounds,
                 on_round=on_round,
                 evaluate_every=run.evaluate_every,
                 should_end=goals,

@@ -120,7 +120,8 @@ def cosines(w: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tenso
 
 
 def _cosine(dot: torch.Tensor, ww: torch.Tensor, xx: torch.Tensor) -> torch.Tensor:
-    return dot / (ww.sqrt().clamp(min=_TINY_NORM) * xx.sqrt().clamp(min=_TINY_NORM))
+    # One root of the product, not two: sqrt(s s) = s exactly, so equal vectors have cosine 1 and none is below it.
+    return dot / (ww.clamp(min=_TINY_NORM**2) * xx.clamp(min=_TINY_NORM**2)).sqrt()
 
 
 def divergences(w: torch.Tensor, x: torch.Tensor, temperature: float) -> torch.Tensor:
@@ -132,6 +133,22 @@ def divergences(w: torch.Tensor, x: torch.Tensor, temperature: float) -> torch.T
         q = torch.log_softmax(w[rows].to(torch.float64) / temperature, dim=1)
         kappa[rows] = (p.exp() * (p - q)).sum(1)
     return kappa.clamp(min=0.0)
+
+
+def clip(
+    x: torch.Tensor,
+    index: torch.Tensor,
+    weight: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    max_norm: float,
+    content: Literal["delta", "weights"],
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Scale what a client's packs move down to at most ``max_norm``; arguments and result as of :func:`merge`."""
+    at = x[index.long()].to(torch.float64) if content == "weights" else torch.zeros(())
+    moved = value.to(torch.float64) - at
+    norm = float(moved.norm())
+    return (index, weight, value) if norm <= max_norm else (index, weight, at + moved * (max_norm / norm))
 
 
 def merge(

@@ -8,7 +8,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from fedstrat.data.clients import assign, setting
+from fedstrat.data.clients import assign, others, setting
 from fedstrat.data.partition import Indices
 from fedstrat.data.sources import Source
 from fedstrat.errors import ConfigError, DataError
@@ -156,6 +156,12 @@ def client_data(run_config: Mapping[str, object], node_config: Mapping[str, obje
         augment=CropAndFlip(black) if own.source.augmented else None,
     )
     return ClientData(train, Batches(*_tensors(own.source, own.test), EVALUATION_BATCH, shuffle=False))
+
+
+def elsewhere(run_config: Mapping[str, object], node_config: Mapping[str, object]) -> Batches | None:
+    """Load test samples of the other clients of a simulation; see :func:`fedstrat.data.clients.others`."""
+    found = others(run_config, node_config)
+    return None if found is None else Batches(*_tensors(found.source, found.test), EVALUATION_BATCH, shuffle=False)
 
 
 def _tensors(source: Source, indices: Indices) -> tuple[Tensor, Tensor]:

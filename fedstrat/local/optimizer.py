@@ -57,7 +57,10 @@ class RuleOptimizer(torch.optim.Optimizer):
         """Take a group's weight decay over: the base's own would come after the correction."""
         for p in group["params"]:
             if p.requires_grad and id(p) not in self._names:
-                raise RuleError("the optimizer holds a parameter that the session's model doesn't have")
+                raise RuleError(
+                    "the optimizer holds a parameter that the session's model doesn't have, or that isn't among the"
+                    " names that are exchanged"
+                )
         taken = group.get("weight_decay", 0.0) if isinstance(self.base, _PLAIN_SGD) else 0.0
         if taken:
             group["weight_decay"] = 0.0

@@ -25,6 +25,10 @@ from typing import Any, ClassVar, Generic, TypeAlias, TypeVar
 import torch
 
 Tensors: TypeAlias = Mapping[str, torch.Tensor]
+_HOOKS = (
+    "start", "loss", "backward", "correct_gradients", "after_step", "should_stop", "prepare", "train_personal",
+    "finish",
+)  # fmt: skip
 LossFunction: TypeAlias = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 FullGradient: TypeAlias = Callable[[], Tensors]
 
@@ -68,6 +72,11 @@ class LocalRule(Generic[Received, Sent]):
     """Whether all parameters must share one learning rate, because the server divides by its sum."""
     done = False
     """Whether there is nothing to train: the received model already solves the local problem."""
+
+    @classmethod
+    def is_plain(cls) -> bool:
+        """Whether it is plain training, which any client does: no hook is overridden."""
+        return all(getattr(cls, hook) is getattr(LocalRule, hook) for hook in _HOOKS)
 
     def begin(
         self, params: dict[str, torch.nn.Parameter], buffers: Tensors, received: Received, state: Tensors | None

@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import TracebackType
 from typing import Any, Self
 
@@ -16,7 +16,8 @@ from fedstrat.local.optimizer import RuleOptimizer
 from fedstrat.local.rule import LocalRule, LossFunction
 from fedstrat.local.state import StateLostError, open_store, peek, settle
 from fedstrat.naming import kebab, snake
-from fedstrat.payloads import check_like, decode, load_arrays, raw_array, to_arrays
+from fedstrat.payloads import check_like, chosen, decode, load_arrays, raw_array, to_arrays
+from fedstrat.privacy import check_private, mod_around
 from fedstrat.seeding import derive
 
 _PREFIX = "fedstrat."
@@ -38,6 +39,8 @@ class LocalSession:
         msg: The training message of a fedstrat Strategy.
         context: The ClientApp's context.
         model: The model; its ``state_dict`` must have the received names, shapes and dtypes.
+        names: Entries of the ``state_dict`` that are exchanged, as names or a predicate, where it isn't the whole
+            (adapters, a shared body). What isn't exchanged is neither loaded nor sent, and doesn't train.
 
     Attributes:
         config: The user's part of the message's config.
@@ -46,14 +49,23 @@ class LocalSession:
         lost: Whether state that the server counts on is gone; the reply then says so and carries no update.
     """
 
-    def __init__(self, msg: Message, context: Context, model: torch.nn.Module) -> None:
+    def __init__(
+        self,
+        msg: Message,
+        context: Context,
+        model: torch.nn.Module,
+        names: Iterable[str] | Callable[[str], bool] | None = None,
+    ) -> None:
         self._message, self._context, self._model = msg, context, model
+        self._names = chosen(model, names)
         whole = _config(msg)
         self._own = {k.removeprefix(_PREFIX): v for k, v in whole.items() if k.startswith(_PREFIX)}
         self.config: dict[str, Any] = {k: v for k, v in whole.items() if not k.startswith(_PREFIX)}
         self.client = client_id(context)
         self.server_round = int(whole["server-round"])  # type: ignore[arg-type]
-        self.rule = _rule(str(self._own["algorithm"]), self._own, context.node_config)
+        algorithm = str(self._own["algorithm"])
+        _check_mods(algorithm, self._exchanged())
+        self.rule = _rule(algorithm, self._own, context.node_config)
         self.lost = False
         self._optimizer: RuleOptimizer | None = None
         self._called: set[str] = set()
@@ -74,17 +86,20 @@ class LocalSession:
         self._randomness = torch.get_rng_state()
         if self.seed is not None:
             torch.manual_seed(self.seed)
-        params = {n: p for n, p in self._model.named_parameters() if p.requires_grad}
+        params = {n: p for n, p in self._model.named_parameters() if p.requires_grad and n in self._names}
         received_type = self.rule.receives
         # A tied weight has several names and is trained under its first.
         trained = {n for n, p in self._model.named_parameters(remove_duplicate=False) if p.requires_grad}
-        buffers = {n: t for n, t in self._model.state_dict().items() if n not in trained}
+        buffers = {n: t for n, t in self._exchanged().items() if n not in trained}
         received = self._receive_extra(received_type, params)
         state = self._settle()
         self._load(state)
         self._buffers_before = {n: t.clone() for n, t in buffers.items()} if not self.rule.sends_model else {}
         self.rule.begin(params, buffers, received, state if self.rule.keeps_state else None)
         return self
+
+    def _exchanged(self) -> dict[str, torch.Tensor]:
+        return {n: t for n, t in self._model.state_dict().items() if n in self._names}
 
     def _settle(self) -> dict[str, torch.Tensor] | None:
         """Bring this client's state in line with what the server accepted."""
@@ -109,7 +124,7 @@ class LocalSession:
         extras = {*(payload.names() if payload else ()), "buffers"}
         records = {n: r for n, r in self._message.content.array_records.items() if snake(n) not in extras}
         if len(records) == 1:
-            load_arrays(self._model, next(iter(records.values())))
+            load_arrays(self._model, next(iter(records.values())), self._names)
         elif not records and state is not None:
             load_personal(self._model, state)
             moved = self._message.content.array_records.get("buffers", ArrayRecord())
@@ -296,7 +311,7 @@ class LocalSession:
         if state is not None:
             self._store.write("pending", state, self.server_round)
         if self.rule.sends_model:
-            content["arrays"] = to_arrays(self._model)
+            content["arrays"] = to_arrays(self._exchanged())
         else:
             changed = {n: t for n, t in self.rule.buffers.items() if not torch.equal(t, self._buffers_before[n])}
             content["buffers"] = ArrayRecord({n: raw_array(t) for n, t in changed.items()})
@@ -335,6 +350,14 @@ def _config(msg: Message) -> ConfigRecord:
     )
 
 
+def _check_mods(algorithm: str, model: Mapping[str, torch.Tensor]) -> None:
+    from fedstrat.strategies import ALGORITHMS  # noqa: PLC0415
+
+    mod = mod_around()
+    if mod is not None and algorithm in ALGORITHMS:
+        check_private(mod, algorithm, ALGORITHMS[algorithm].strategy.refuses_privacy, model)
+
+
 def _rule(algorithm: str, own: Mapping[str, Any], node_config: Mapping[str, Any]) -> LocalRule[Any, Any]:
     from fedstrat.strategies import ALGORITHMS  # noqa: PLC0415 - strategies import the rules' base
 
@@ -364,6 +387,11 @@ def model_record(msg: Message) -> Any:
 def asks_for_personal(msg: Message) -> bool:
     """Whether an evaluation message asks for the client's personal model too."""
     return any(bool(record.get("fedstrat.evaluate-personal")) for record in msg.content.config_records.values())
+
+
+def asks_for_generalisation(msg: Message) -> bool:
+    """Whether an evaluation message asks how the personal model does on other clients' data."""
+    return any(bool(record.get("fedstrat.generalisation")) for record in msg.content.config_records.values())
 
 
 def load_own(msg: Message, context: Context, model: torch.nn.Module) -> bool:

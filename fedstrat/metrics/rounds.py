@@ -11,7 +11,8 @@ class Traffic:
     """Bytes of one round, both directions apart, training and evaluation apart.
 
     ``payload`` is array data alone (what the papers' tables count); ``wire`` is every record as Flower counts
-    it, equal objects of a message once.
+    it, equal objects of a message once. ``train_dense_payload`` is what FedAvg would have moved, both directions
+    together: the whole model to every client that was asked to train, and back.
     """
 
     train_down_payload: int = 0
@@ -20,6 +21,7 @@ class Traffic:
     train_up_wire: int = 0
     evaluate_down_wire: int = 0
     evaluate_up_wire: int = 0
+    train_dense_payload: int = 0
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,7 @@ class RoundReport:
         counts: Client id -> (correct, summed loss, examples) on its own test data; None when not evaluated.
         fairness: The same, summarised over clients.
         personal: The clients' personal models, each on its own test data, summarised; None where there are none.
+        elsewhere: The same models, each on the other clients' test data; None but in the last round.
         server: What ``evaluate_fn`` returned.
         traffic: Bytes on the wire.
     """
@@ -53,5 +56,6 @@ class RoundReport:
     counts: Mapping[str, tuple[int, float, int]] | None = None
     fairness: Fairness | None = None
     personal: Fairness | None = None
+    elsewhere: Fairness | None = None
     server: Mapping[str, float] = field(default_factory=dict)
     traffic: Traffic = field(default_factory=Traffic)

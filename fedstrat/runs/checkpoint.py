@@ -101,7 +101,7 @@ def read(path: Path) -> Snapshot:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
         model = {name: tensors[f"model/{name}"] for name in about.pop("arrays")}
         fields = {field: _named(tensors, f"state/{field}/", list(model)) for field in about.pop("fields")}
-        about["trainable"], about["seen"] = tuple(about["trainable"]), tuple(about["seen"])
+        about |= {name: tuple(about[name]) for name in ("trainable", "seen", "moving")}
         return Snapshot(**about, model=model, tensors=fields)
     except (safetensors.SafetensorError, KeyError, TypeError, ValueError, OSError) as error:
         raise StateError(f"the checkpoint {path} is damaged or foreign ({type(error).__name__}: {error})") from None

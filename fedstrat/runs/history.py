@@ -20,10 +20,11 @@ import sys
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from fedstrat.errors import ConfigError, StateError
 from fedstrat.metrics.rounds import RoundReport
+from fedstrat.runs.resume import check_unchanged
 from fedstrat.runs.summary import SCORES, summarise
 
 if TYPE_CHECKING:
@@ -63,6 +64,7 @@ class RunFolder:
 
     Raises:
         ConfigError: The folder can't be written, holds a run already, or holds none to resume.
+        StateError: The run to resume had other settings.
     """
 
     def __init__(self, path: str | Path, run_config: Mapping[str, Any], *, resume: bool = False, **facts: Any) -> None:
@@ -93,12 +95,21 @@ class RunFolder:
         recorded = load(self.path)
         self.history = recorded.history
         before, now = recorded.config["run_config"], entry["run_config"]
+        check_unchanged(before, now)
         names = [name for name in {**before, **now} if before.get(name) != now.get(name)]
         entry["changed"] = {name: [before.get(name), now.get(name)] for name in names}
         resumed = [*recorded.config.get("resumed", []), entry]
         _replace(self.path / "config.json", _json({**recorded.config, "resumed": resumed}, indent=2))
         self._rewrite_history()
         (self.path / "summary.json").unlink(missing_ok=True)  # it spoke of the earlier end
+
+    @classmethod
+    def reopened(cls, recorded: Recorded) -> Self:
+        """The folder of a run that ended without ``finish``; nothing is written yet."""
+        folder = cls.__new__(cls)
+        folder.path, folder.history = recorded.path, recorded.history
+        folder._target = float(recorded.config["run_config"].get("target-accuracy", 0.0))  # noqa: SLF001 - its own
+        return folder
 
     def record(self, report: RoundReport) -> None:
         """Append a finished round; a round that is there already, and all after it, give way."""
@@ -211,6 +222,7 @@ def _history_line(report: RoundReport, before: list[dict[str, Any]]) -> dict[str
         "worst": fairness.get("worst"),
         "num_evaluated": fairness.get("num_clients"),
         "personal": None if report.personal is None else dataclasses.asdict(report.personal),
+        "personal_elsewhere": None if report.elsewhere is None else dataclasses.asdict(report.elsewhere),
         "train": dict(report.train),
         "diagnostics": dict(report.diagnostics),
         "server": dict(report.server),

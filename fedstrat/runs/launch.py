@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from fedstrat.errors import ConfigError, RunFailedError, nearest
 from fedstrat.runs import capacity
@@ -21,6 +21,7 @@ from fedstrat.runs.flowercli import NO_TALKING, FlowerCLI, scripts_first
 from fedstrat.runs.follow import Submission, follow
 from fedstrat.runs.interrupts import Interrupted, signals_interrupt
 from fedstrat.runs.overrides import Scalar, read_app, read_pairs
+from fedstrat.runs.resume import close_folder, recorded_settings
 from fedstrat.runs.superlink import LocalSuperLink
 
 if TYPE_CHECKING:
@@ -73,11 +74,15 @@ def launch(request: RunRequest) -> int:
     app = find_app(request.app)
     defaults = read_app(app)
     given = read_pairs(request.pairs, defaults)
+    if given.get("resume"):
+        before = recorded_settings(Path(str(given["resume"])).expanduser())
+        given = {name: value for name, value in before.items() if name in defaults} | given
     if request.results_dir is not None:
         given["results-dir"] = str(request.results_dir)
     plan = _Plan(app, check(defaults, given), given, request.verbose)
     folder: Path | None = None
     code = 0
+    ending: tuple[Literal["failed", "interrupted"], str] | None = None
     with signals_interrupt():
         try:
             if request.connection is None:
@@ -96,10 +101,12 @@ def launch(request: RunRequest) -> int:
                     folder = follow(cli, submission, Path(scratch))
         except RunFailedError as error:
             complain("error", str(error))
-            code = 1
+            code, ending = 1, ("failed", str(error))
         except Interrupted as interrupt:
             complain("error", f"ended by {interrupt.name}; the run was stopped")
-            code = 128 + interrupt.number
+            code, ending = 128 + interrupt.number, ("interrupted", f"ended by {interrupt.name}")
+        if folder is not None and ending is not None:
+            close_folder(folder, *ending)  # a ServerApp that was killed couldn't
     if folder is not None:
         with contextlib.suppress(OSError):
             folder.rmdir()  # only goes if nothing was written
@@ -198,7 +205,7 @@ def _take_folder(plan: _Plan) -> Path:
         if value:
             plan.given[key] = str(Path(value).expanduser().absolute())
     resumed = Path(str(plan.given.get("resume", "")))
-    if config.resume and not config.results_dir:
+    if config.resume:
         folder = resumed  # goes on where it stopped
     else:
         parent = Path(config.results_dir or "results").expanduser().absolute()

@@ -34,6 +34,7 @@ def round_line(report: RoundReport, *, seconds_left: float | None = None) -> str
         f"round {report.round:{width}}/{report.num_rounds}",
         _scores(report.fairness),
         *([] if report.personal is None else [_personal(report.personal)]),
+        *([] if report.elsewhere is None else [f"elsewhere {_share(report.elsewhere.mean)}"]),
         f"train up {format_bytes(report.traffic.train_up_wire):>8}",
         f"down {format_bytes(report.traffic.train_down_wire):>8}",
         f"{report.seconds:5.1f} s",
@@ -57,7 +58,7 @@ def _scores(fairness: Fairness | None) -> str:
 
 
 def _personal(fairness: Fairness) -> str:
-    return f"personal mean {_share(fairness.mean)}  worst10 {_share(fairness.worst10)}"
+    return f"personal mean {_share(fairness.mean)}  worst10 {_share(fairness.worst10)}  worst {_share(fairness.worst)}"
 
 
 def format_bytes(count: int) -> str:

@@ -1,7 +1,7 @@
 """Which lines of a run's log are for the user.
 
 A run's log mixes what our ServerApp says with Flower's, Ray's and Python's own lines. What a ServerApp prints
-is shown; so are the strategies' warnings, which go through Flower's logger and begin with a round or a node.
+is shown; so are our warnings, which go through Flower's logger and begin with a round, a node or a checkpoint.
 """
 
 import re
@@ -11,7 +11,7 @@ RESULTS = "results: "
 
 _CONTROL_CODES = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|[\x00-\x08\x0b-\x1f\x7f]")
 _FLOWER_RECORD = re.compile(r"(DEBUG|INFO|WARNING|ERROR|CRITICAL)\s*:(?:\s+(.*)|$)")
-_OURS = re.compile(r"(?:round|node) \d+[: ]")
+_OURS = re.compile(r"(?:round|node) \d+[: ]|the checkpoint ")
 _CLIENT = re.compile(r"client \S+")
 _EXCEPTION = re.compile(r"(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Interrupt|Exit)(?:: .*)?$")
 _NOISE = re.compile(

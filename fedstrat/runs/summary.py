@@ -29,6 +29,7 @@ def summarise(history: Iterable[Mapping[str, Any]], target: float = 0.0) -> dict
         "final": _scores(scored[-1]) if scored else None,
         "best": _scores(best) if best else None,
         "personal": scored[-1].get("personal") if scored else None,
+        "personal_elsewhere": scored[-1].get("personal_elsewhere") if scored else None,
         "target_accuracy": target or None,
         "rounds_to_target": reached["round"] if reached else None,
         "bytes_to_target": reached["total_bytes"] if reached else None,
@@ -38,4 +39,4 @@ def summarise(history: Iterable[Mapping[str, Any]], target: float = 0.0) -> dict
 
 
 def _scores(line: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: line[name] for name in ("round", *SCORES)}
+    return {**{name: line[name] for name in ("round", *SCORES)}, "worst": line.get("worst")}

@@ -13,6 +13,7 @@ from fedstrat.errors import ConfigError
 from fedstrat.local.rule import LocalRule
 from fedstrat.naming import kebab
 from fedstrat.payloads import NOTHING, Broadcast, Params, Payload, Update
+from fedstrat.privacy import NO_MEAN
 from fedstrat.strategies.arguments import CommonArguments
 from fedstrat.strategies.state import Clients, ServerState
 
@@ -33,11 +34,22 @@ class ServerHalf(CommonArguments, Generic[State, Up]):
     """Metrics without which a reply can't be used."""
     stateful_clients: ClassVar[bool] = False
     """Whether clients keep state that depends on what the server accepted."""
+    refuses_privacy: ClassVar[str | None] = NO_MEAN
+    """Why Flower's differential-privacy wrappers and mods can't go around it; None where they can."""
 
     diagnostics: dict[str, float]
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        # A new step has to say for itself that it stands them.
+        if "aggregate" in vars(cls) and "refuses_privacy" not in vars(cls):
+            cls.refuses_privacy = NO_MEAN
+
     def check_settings(self) -> None:
         """Refuse settings that contradict one another, with a ConfigError."""
+
+    def check_update(self, extra: Up) -> None:
+        """Refuse a reply whose payload doesn't fit these settings, with a PayloadError."""
 
     # --- the algorithm: pure functions ------------------------------------------------------------------
 
@@ -98,6 +110,14 @@ class ServerHalf(CommonArguments, Generic[State, Up]):
     def note(self, **numbers: float) -> None:
         """Record numbers about this round for the log and the history; the mathematics doesn't read them."""
         self.diagnostics.update({kebab(name): float(value) for name, value in numbers.items()})
+
+    @property
+    def asks(self) -> tuple[str, ...]:
+        """Metrics without which a reply can't be used: ``needs``, or else a sign of the client half, if there is one.
+
+        Flower's own clients stand in for it where ``flower_config`` tells them all.
+        """
+        return self.needs or (() if self.rule.is_plain() or self.flower_config() else ("num-steps",))
 
     @property
     def pack_content(self) -> str:

@@ -26,6 +26,7 @@ from fedstrat.payloads import (
     is_finite,
     numpy_array,
 )
+from fedstrat.privacy import check_equal_weights, check_private, wrapper_around
 from fedstrat.strategies import cohort, intake
 from fedstrat.strategies.algorithm import ServerHalf, State, Up
 from fedstrat.strategies.arguments import CommonArguments
@@ -77,8 +78,10 @@ class FedStrategy(ServerHalf[State, Up], Strategy):
         self.counts: dict[str, tuple[int, float, int]] | None = None
         self.fairness: Fairness | None = None
         self.personal: Fairness | None = None
+        self.elsewhere: Fairness | None = None
         self.diagnostics: dict[str, float] = {}
         self._sent: list[Message] = []
+        self.wrapper: str | None = None
 
     def _adopt(self, arrays: ArrayRecord) -> State:
         """Take ``arrays`` as the global model; a wrapper (such as Flower's DP ones) may have changed them."""
@@ -97,6 +100,16 @@ class FedStrategy(ServerHalf[State, Up], Strategy):
             self.state = dataclasses.replace(self.state, params=params)
         self.arrays = arrays
         return self.state
+
+    def _check_wrapper(self) -> None:
+        self.wrapper = wrapper_around()
+        if self.wrapper is None:
+            return
+        why_not = self.refuses_privacy
+        if why_not is None and self.settings().get("server_lr", 1.0) != 1.0:
+            why_not = "server_lr scales the step, which the wrapper's noise doesn't know; use server_lr=1.0"
+        model = cast("Layout", self.layout).join(cast("State", self.state).params, self.buffers)
+        check_private(self.wrapper, type(self).__name__, why_not, model)
 
     def _meet(self, grid: Grid, share: float, smallest: int) -> tuple[dict[int, str], int]:
         nodes, size, met = self.roster.meet(
@@ -126,6 +139,7 @@ class FedStrategy(ServerHalf[State, Up], Strategy):
         if self.fraction_train == 0.0:
             return []
         self._adopt(arrays)
+        self._check_wrapper()
         nodes, size = self._meet(grid, self.fraction_train, self.min_train_nodes)
         chosen = cohort.draw(nodes, size, self.seed, "cohort", server_round)
         shares = cohort.stragglers(chosen, self.straggler_share, self.seed, server_round)
@@ -149,6 +163,8 @@ class FedStrategy(ServerHalf[State, Up], Strategy):
         contents, updates = self._take_in(server_round, list(replies))
         if len(updates) < self.min_replies:
             return self._no_step(server_round, f"{len(updates)} usable replies, expected at least {self.min_replies}")
+        if self.wrapper is not None:
+            check_equal_weights(self.wrapper, [u.num_examples for u in updates], self.weighted_by_key)
         self._see({u.client: u.num_examples for u in updates})
         with torch.no_grad():
             after = self.aggregate(cast("State", self.state), updates)
@@ -171,8 +187,9 @@ class FedStrategy(ServerHalf[State, Up], Strategy):
             layout=cast("Layout", self.layout),
             keys=self._keys,
             payload=self.payload,
-            needs=self.needs,
+            needs=self.asks,
             buffers=None if self.sends_model else self.buffers,
+            check=self.check_update,
         )
         pairs = self.roster.senders(self._sent, replies)
         taken = intake.sort_out(pairs, expected)
@@ -188,7 +205,7 @@ class FedStrategy(ServerHalf[State, Up], Strategy):
             self.accepted.pop(client, None)
             self.state = self.forget(cast("State", self.state), client)
         updates = taken.updates
-        if self.max_update_norm is not None:
+        if self.max_update_norm is not None and self.sends_model:
             params = cast("State", self.state).params
             updates = [intake.clip_update(u, params, self.max_update_norm, server_round) for u in updates]
         self._sent, self.failed = [], taken.failed
@@ -226,7 +243,7 @@ class FedStrategy(ServerHalf[State, Up], Strategy):
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
         """Draw the nodes that evaluate the global model and build their messages."""
-        self.counts = self.fairness = self.personal = None
+        self.counts = self.fairness = self.personal = self.elsewhere = None
         if self.fraction_evaluate == 0.0:
             return []
         nodes, size = self._meet(grid, self.fraction_evaluate, self.min_evaluate_nodes)
@@ -250,7 +267,7 @@ class FedStrategy(ServerHalf[State, Up], Strategy):
         """Add up counts and losses over clients; ratios are taken last."""
         replies = list(replies)
         pairs = self.roster.senders(self._sent, replies)
-        contents, counts, personal = intake.read_evaluations(pairs, server_round, self._keys)
+        contents, counts, personal, elsewhere = intake.read_evaluations(pairs, server_round, self._keys)
         self._sent = []
         logger.info(
             "aggregate_evaluate: Received %s results and %s failures",
@@ -259,15 +276,19 @@ class FedStrategy(ServerHalf[State, Up], Strategy):
         )
         if not contents:
             return None
-        self.counts, self.fairness, self.personal = counts or None, fairness(counts), fairness(personal)
+        self.counts, self.fairness = counts or None, fairness(counts)
+        self.personal, self.elsewhere = fairness(personal), fairness(elsewhere)
         if self.evaluate_metrics_aggr_fn:
             return self.evaluate_metrics_aggr_fn(contents, self.weighted_by_key)
         metrics = mean_record(contents, self.weighted_by_key)
-        for prefix, scores in (("", self.fairness), ("personal-", self.personal)):
+        summaries = {"": self.fairness, "personal-": self.personal, "personal-elsewhere-": self.elsewhere}
+        for prefix, scores in summaries.items():
             if scores is not None:
                 for counted in ("num-correct", "loss-sum"):
                     metrics.pop(prefix + counted, None)
                 metrics.update(fairness_metrics(scores, prefix))
+        for counted in ("num-examples", "loss"):  # elsewhere only correct answers are counted
+            metrics.pop(f"personal-elsewhere-{counted}", None)
         return metrics
 
     # --- checkpoints ----------------------------------------------------------------------------------------
@@ -287,6 +308,7 @@ class FedStrategy(ServerHalf[State, Up], Strategy):
             numbers=numbers,
             accepted=dict(self.accepted),
             seen=tuple(in_order(self.seen)),
+            moving=tuple(sorted(self.moving)),
         )
 
     def restore(self, snapshot: Snapshot) -> ArrayRecord:
@@ -301,8 +323,7 @@ class FedStrategy(ServerHalf[State, Up], Strategy):
         self.layout = Layout.of(snapshot.model, snapshot.trainable)
         params, self.buffers = self.layout.split(snapshot.model)
         self.state = unpack_state(self.init_state(params), snapshot.tensors, snapshot.numbers)
-        self.accepted, self.seen = dict(snapshot.accepted), set(snapshot.seen)
-        self.moving = set(self.buffers)  # which ever moved isn't kept; sending too many changes nothing
+        self.accepted, self.seen, self.moving = dict(snapshot.accepted), set(snapshot.seen), set(snapshot.moving)
         self.arrays = self.encode(self.evaluated(self.state), self.buffers)
         return self.arrays
 

@@ -11,18 +11,29 @@ from flwr.serverapp import Grid
 from fedstrat.errors import RunFailedError
 from fedstrat.flower import client_order, exchange, in_order
 from fedstrat.seeding import rng
+from fedstrat.strategies.intake import check_worker
 
 logger = logging.getLogger("flwr")
 
 _POLL_SECONDS = 0.2
 _QUERY_TIMEOUT_SECONDS = 300.0
+_NAMING_TIMEOUT_SECONDS = 10.0
 
 
-def wait_for_nodes(grid: Grid, minimum: int, timeout: float | None) -> list[int]:
+def wait_for_nodes(
+    grid: Grid, minimum: int, timeout: float | None, *, known: Mapping[int, str] | None = None, ask: bool = False
+) -> list[int]:
     """Wait until at least ``minimum`` nodes are connected and return all of them.
 
+    Args:
+        grid: Where the nodes are.
+        minimum: How many are needed.
+        timeout: Seconds to wait; None waits for ever.
+        known: node id -> client id, as far as it is known.
+        ask: Whether nodes of unknown client may be asked, to say who is connected when there are too few.
+
     Raises:
-        RunFailedError: Fewer are connected after ``timeout`` seconds (None waits for ever).
+        RunFailedError: Fewer are connected after ``timeout`` seconds; names those that are.
     """
     deadline = time.monotonic() + (float("inf") if timeout is None else timeout)
     announced = False
@@ -33,13 +44,46 @@ def wait_for_nodes(grid: Grid, minimum: int, timeout: float | None) -> list[int]
         if time.monotonic() >= deadline:
             raise RunFailedError(
                 f"expected at least {minimum} connected nodes within {timeout:g} s, but {len(nodes)} are connected"
-                f" ({', '.join(map(str, nodes)) or 'none'}); start more nodes, lower min_available_nodes,"
+                f" ({_who(grid, nodes, known or {}, ask=ask) or 'none'}); start more nodes, lower min_available_nodes,"
                 " min_train_nodes or num-clients, or raise connect_timeout"
             )
         if not announced:
             logger.info("Waiting for nodes to connect: %d connected (minimum required: %d).", len(nodes), minimum)
             announced = True
         time.sleep(_POLL_SECONDS)
+
+
+def _who(grid: Grid, nodes: list[int], known: Mapping[int, str], *, ask: bool) -> str:
+    """The clients on these nodes, in client order; nodes whose client nobody knows are told apart."""
+    names = dict(known)
+    unknown = [node for node in nodes if node not in names]
+    if ask and unknown:
+        names |= {
+            node: name for node, record in _query(grid, unknown, _NAMING_TIMEOUT_SECONDS).items()
+            if isinstance(name := record.get("client-id"), str)
+        }  # fmt: skip
+    clients = in_order(names[node] for node in nodes if node in names)
+    parts = [f"client{'s' * (len(clients) > 1)} {', '.join(clients)}"] if clients else []
+    return ", ".join(parts + [f"node {node}" for node in nodes if node not in names])
+
+
+def _query(grid: Grid, nodes: Iterable[int], timeout: float, *, need_examples: bool = False) -> dict[int, ConfigRecord]:
+    """Ask nodes about their clients: node id -> what each that answers in time says, maybe nothing.
+
+    Raises:
+        RunFailedError: A simulated node's worker is dead.
+    """
+    config = ConfigRecord({"fedstrat.need-num-examples": need_examples})
+    messages = [Message(RecordDict({"config": config}), node, MessageType.QUERY) for node in nodes]
+    replies = exchange(grid, messages, timeout)
+    node_of = {m.metadata.message_id: m.metadata.dst_node_id for m in messages}
+    answers: dict[int, ConfigRecord] = {}
+    for reply in replies:
+        if reply.has_error():
+            check_worker(reply.error.reason or "")
+        record = reply.content.config_records.get("client") if reply.has_content() else None
+        answers[node_of[reply.metadata.reply_to_message_id]] = record if record is not None else ConfigRecord()
+    return answers
 
 
 def query_clients(grid: Grid, nodes: Iterable[int], *, need_examples: bool) -> dict[int, tuple[str, float]]:
@@ -51,16 +95,10 @@ def query_clients(grid: Grid, nodes: Iterable[int], *, need_examples: bool) -> d
     Raises:
         RunFailedError: ``need_examples``, and a client doesn't tell.
     """
-    config = ConfigRecord({"fedstrat.need-num-examples": need_examples})
-    messages = [Message(RecordDict({"config": config}), node, MessageType.QUERY) for node in nodes]
-    replies = exchange(grid, messages, _QUERY_TIMEOUT_SECONDS)
-    node_of = {m.metadata.message_id: m.metadata.dst_node_id for m in messages}
     known: dict[int, tuple[str, float]] = {}
-    for reply in replies:
-        node = node_of[reply.metadata.reply_to_message_id]
-        record = reply.content.config_records.get("client") if reply.has_content() else None
-        name = record.get("client-id") if record is not None else None
-        if record is None or not isinstance(name, str):
+    for node, record in _query(grid, nodes, _QUERY_TIMEOUT_SECONDS, need_examples=need_examples).items():
+        name = record.get("client-id")
+        if not isinstance(name, str):
             logger.warning(
                 "node %d doesn't tell its client id, so it goes by its node id, which may differ in the next run;"
                 " add to its ClientApp: @app.query() → return fedstrat.query(msg, context)",
@@ -142,10 +180,10 @@ class Roster:
         Raises:
             RunFailedError: Too few nodes within ``timeout``.
         """
-        nodes = wait_for_nodes(grid, max(minimum, 1), timeout)
+        nodes = wait_for_nodes(grid, max(minimum, 1), timeout, known=self.clients, ask=ask)
         size = size_of(len(nodes))
         if size > len(nodes):
-            nodes = wait_for_nodes(grid, size, timeout)
+            nodes = wait_for_nodes(grid, size, timeout, known=self.clients, ask=ask)
         if not ask:
             return {node: self.client_of(node) for node in nodes}, size, {}
         met: dict[str, float] = {}

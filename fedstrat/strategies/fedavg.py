@@ -31,6 +31,7 @@ class FedAvgRule(LocalRule[None, None]):
 class FedAvg(FedStrategy[ServerState, Payload]):
     """Example-weighted averaging. Works with unmodified Flower clients."""
 
+    refuses_privacy = None
     server_lr: float = hyper(default=1.0, gt=0.0, symbol="eta_g", doc="scales the averaged displacement")
     drop_stragglers: bool = hyper(default=False, doc="leave stragglers out, as in the experiments of FedProx")
 

@@ -34,7 +34,7 @@ import torch
 from flwr.app import ArrayRecord, RecordDict
 from typing_extensions import override
 
-from fedstrat.aggregation.packs import Weights, from_packs, merge, num_packs, select, to_packs
+from fedstrat.aggregation.packs import Weights, clip, from_packs, merge, num_packs, select, to_packs
 from fedstrat.errors import ConfigError, PayloadError
 from fedstrat.local.rule import LocalRule, Tensors
 from fedstrat.payloads import Broadcast, Params, Payload, Update, decode, is_finite
@@ -146,6 +146,12 @@ class FedCSPACK(FedStrategy[CspackState, CspackUpdate]):
             raise ConfigError("FedCSPACK: give top_k or keep_ratio, not both")
 
     @override
+    def check_update(self, extra: CspackUpdate) -> None:
+        size = extra.packs["value"].shape[1]
+        if size != self.pack_size:
+            raise PayloadError(f"packs/value: expected packs of {self.pack_size} numbers, but got {size}")
+
+    @override
     def init_state(self, params: Params) -> CspackState:
         count = num_packs(sum(p.numel() for p in params.values()), self.pack_size)
         versions = {"packs": torch.zeros(count, dtype=torch.int64)}
@@ -174,7 +180,10 @@ class FedCSPACK(FedStrategy[CspackState, CspackUpdate]):
     def aggregate(self, state: CspackState, updates: Sequence[Update[CspackUpdate]]) -> CspackState:
         sent = [(u.extra.packs["index"], u.extra.packs["weight"], u.extra.packs["value"]) for u in updates]
         content: Literal["delta", "weights"] = "weights" if self.downlink == "mask" else "delta"
-        packs, changed = merge(to_packs(state.params, self.pack_size), sent, content=content)
+        x = to_packs(state.params, self.pack_size)
+        if self.max_update_norm is not None:
+            sent = [clip(x, *packs, max_norm=self.max_update_norm, content=content) for packs in sent]
+        packs, changed = merge(x, sent, content=content)
         generation = state.generation + 1
         versions = torch.where(changed, generation, state.versions["packs"])
         self.note(packs_changed=int(changed.sum()), packs=len(changed))

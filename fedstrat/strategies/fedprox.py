@@ -41,6 +41,12 @@ class FedProx(FedAvg):
     def flower_config(self) -> dict[str, float]:
         return {"proximal-mu": self.mu}
 
+    @property
+    @override
+    def asks(self) -> tuple[str, ...]:
+        # Flower's own clients read proximal-mu, but don't stop early.
+        return ("num-steps",) if self.gamma > 0.0 else super().asks
+
 
 @dataclass
 class FedProxRule(LocalRule[None, None]):

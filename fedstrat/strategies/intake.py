@@ -3,7 +3,7 @@
 import logging
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,6 +15,10 @@ from fedstrat.payloads import Layout, Params, Payload, Update, check_like, decod
 
 logger = logging.getLogger("flwr")
 
+_ELSEWHERE = "personal-elsewhere-"
+_DEAD_WORKER = re.compile(
+    r"<class 'ray\.exceptions\.((?:RayActor|ActorDied|WorkerCrashed|OutOfMemory|NodeDied)Error)'>"
+)
 _FLOWER_REASON = re.compile(r"<class '([^']*)'>:<['\"]?(.*?)['\"]?>")
 
 
@@ -41,6 +45,7 @@ class Expected:
         payload: What the algorithm's client half adds.
         needs: Metrics without which the algorithm can't use the reply, for example ``("lr-sum",)``.
         buffers: The present buffers, where replies hold no model but only the buffers that changed.
+        check: The algorithm's own look at a payload; raises PayloadError.
     """
 
     server_round: int
@@ -49,6 +54,7 @@ class Expected:
     payload: type[Payload]
     needs: tuple[str, ...] = ()
     buffers: Params | None = None
+    check: Callable[[Any], None] = lambda _: None
 
 
 @dataclass(frozen=True)
@@ -118,15 +124,38 @@ def content_of(reply: Message) -> RecordDict:
 
     Raises:
         PayloadError: It is an error reply, with the client's own error.
+        RunFailedError: The worker that the client ran on is dead; see :func:`check_worker`.
     """
     if not reply.has_error():
         return reply.content
+    check_worker(reply.error.reason or "")
     # Ray puts a whole traceback into the reason, whose last line is the error; Flower writes <class 'X'>:<'text'>.
     lines = [line.strip() for line in (reply.error.reason or "").splitlines() if line.strip()]
     reason = lines[-1] if lines else "no reason given"
     wrapped = _FLOWER_REASON.fullmatch(reason)
     reason = f"{wrapped[1]}: {wrapped[2]}" if wrapped else reason
     raise PayloadError(f"its app failed (error {reply.error.code}): {reason[:500]}")
+
+
+def check_worker(reason: str) -> None:
+    """End the run where the reason of an error reply is that a worker of the simulation engine died.
+
+    Flower puts the dead worker back among the living ones, so from then on every client that is sent to it would
+    fail, each time another.
+
+    Raises:
+        RunFailedError: Names the worker's process, if Ray tells it, and says what to do.
+    """
+    found = _DEAD_WORKER.match(reason)
+    if found is None:
+        return
+    pid = re.search(r"\bpid: (\d+)", reason)
+    cause = "out of memory" if found[1] == "OutOfMemoryError" or "memory" in reason else "killed, or crashed"
+    raise RunFailedError(
+        f"a Ray worker of the simulation died ({found[1]}{f', process {pid[1]}' if pid else ''}; {cause}), and Flower"
+        ' would go on sending clients to it; resume the run (resume="<its results folder>") after freeing memory or'
+        " with fewer clients at once"
+    )
 
 
 def check_trainable(client: str, content: RecordDict, layout: Layout) -> None:
@@ -185,6 +214,8 @@ def read_update(content: RecordDict, client: str, expected: Expected) -> Update[
     params, buffers = (
         _read_model(content, expected) if expected.buffers is None else ({}, _read_buffers(content, expected))
     )
+    extra = payload.decode(content, layout.params_like(), "the client half of this algorithm is needed")
+    expected.check(extra)
     return Update(
         client=client,
         num_examples=num_examples,
@@ -193,7 +224,7 @@ def read_update(content: RecordDict, client: str, expected: Expected) -> Update[
         params=params,
         buffers=buffers,
         metrics={k: as_float(v) for k, v in metrics.items() if isinstance(v, int | float)},
-        extra=payload.decode(content, layout.params_like(), "the client half of this algorithm is needed"),
+        extra=extra,
     )
 
 
@@ -223,20 +254,23 @@ def _read_buffers(content: RecordDict, expected: Expected) -> Params:
 
 def read_evaluations(
     replies: Iterable[tuple[str, Message]], server_round: int, keys: Keys
-) -> tuple[list[RecordDict], Counts, Counts]:
+) -> tuple[list[RecordDict], Counts, Counts, Counts]:
     """Read a round's evaluation replies.
 
     Returns:
-        (the good ones' contents, client id -> counts of those that count, the same of their personal models).
+        (the good ones' contents, client id -> counts of those that count, the same of their personal models on their
+        own test data, and on the other clients').
     """
     contents: list[RecordDict] = []
     counts: Counts = {}
     personal: Counts = {}
+    elsewhere: Counts = {}
     for client, reply in replies:
         try:
             content = content_of(reply)
             read = read_counts(content, keys)
             own = read_counts(content, keys, prefix="personal-")
+            others = read_counts(content, Keys(keys.arrays, _ELSEWHERE + "num-examples"), prefix=_ELSEWHERE)
         except PayloadError as error:
             logger.warning("round %d: evaluation of client %s is dropped: %s", server_round, client, error)
             continue
@@ -245,7 +279,9 @@ def read_evaluations(
             counts[client] = read
         if own is not None:
             personal[client] = own
-    return contents, counts, personal
+        if others is not None:
+            elsewhere[client] = others
+    return contents, counts, personal, elsewhere
 
 
 def read_counts(content: RecordDict, keys: Keys, prefix: str = "") -> tuple[int, float, int] | None:
@@ -254,12 +290,14 @@ def read_counts(content: RecordDict, keys: Keys, prefix: str = "") -> tuple[int,
     Args:
         content: The reply.
         keys: Record names.
-        prefix: "personal-" for the client's own model.
+        prefix: "personal-" for the client's own model, "personal-elsewhere-" for it on others' data.
 
     Raises:
         PayloadError: A count is negative, NaN, or there are more correct than examples.
     """
     metrics = _metrics(content)
+    if prefix == _ELSEWHERE and f"{prefix}num-correct" not in metrics:
+        return None
     num_examples = number(metrics, keys.weight)
     if num_examples < 0:
         raise PayloadError(f"metrics/{keys.weight}: expected a number >= 0, but got {num_examples:g}")

@@ -1,10 +1,11 @@
-"""Flower's view of a round's numbers: MetricRecords and the log's summary."""
+"""Flower's view of a run's numbers: MetricRecords, and the lines of its log."""
 
 import logging
 from collections.abc import Mapping
 from typing import Any
 
-from flwr.app import MetricRecord, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, MetricRecord, RecordDict
+from flwr.serverapp.strategy import Result
 
 from fedstrat.metrics.fairness import Fairness
 from fedstrat.strategies import intake
@@ -41,3 +42,25 @@ def log_summary(common: CommonArguments, name: str, own: Mapping[str, Any]) -> N
     logger.info("\t│\t├── ArrayRecord key: '%s'", common.arrayrecord_key)
     logger.info("\t│\t└── ConfigRecord key: '%s'", common.configrecord_key)
     logger.info("\t└──> %s: %s", name, ", ".join(f"{key}={value}" for key, value in own.items()))
+
+
+def log_start(num_rounds: int, arrays: ArrayRecord, train_config: ConfigRecord, evaluate_config: ConfigRecord) -> None:
+    """Log what a run begins with, as Flower's own ``start`` does."""
+    megabytes = sum(len(array.data) for array in arrays.values()) / 1024**2
+    logger.info("\t├── Number of rounds: %d", num_rounds)
+    logger.info("\t├── ArrayRecord (%.2f MB)", megabytes)
+    for phase, config in (("train", train_config), ("evaluate", evaluate_config)):
+        entries = ", ".join(f"'{k}': {'<bytes>' if isinstance(v, bytes) else v}" for k, v in config.items())
+        logger.info("\t├── ConfigRecord (%s): %s", phase, f"{{{entries}}}" if entries else "(empty!)")
+
+
+def log_end(seconds: float, result: Result) -> None:
+    """Log what a run ends with, as Flower's own ``start`` does."""
+    logger.info("")
+    logger.info("Strategy execution finished in %.2fs", seconds)
+    logger.info("")
+    logger.info("Final results:")
+    logger.info("")
+    for line in str(result).splitlines():
+        logger.info("\t%s", line)
+    logger.info("")

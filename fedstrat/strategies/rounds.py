@@ -14,7 +14,8 @@ from flwr.serverapp.strategy import Result
 from fedstrat.errors import RunFailedError
 from fedstrat.flower import exchange
 from fedstrat.metrics.rounds import RoundReport, Traffic
-from fedstrat.metrics.traffic import count
+from fedstrat.metrics.traffic import array_payload_bytes, count
+from fedstrat.strategies.metrics import log_end, log_start
 from fedstrat.strategies.state import Snapshot
 
 if TYPE_CHECKING:
@@ -86,6 +87,7 @@ class RoundLoop:
             RunFailedError: See ``FedStrategy.start``.
             StateError: ``resume`` is of another run, or a checkpoint can't be written.
         """
+        begun = time.monotonic()
         strategy, resume = self.strategy, self.abilities.resume
         if resume is None:
             strategy.reset()
@@ -95,20 +97,25 @@ class RoundLoop:
             for name, records in resume.metrics.items():
                 getattr(self.result, name).update({int(t): MetricRecord(dict(r)) for t, r in records.items()})
         logger.info("Starting %s strategy:", type(strategy).__name__)
+        log_start(self.num_rounds, initial_arrays, self.train_config, self.evaluate_config)
         strategy.summary()
+        logger.info("")
         if resume is None:
             self._evaluate_on_server(0)
         self.succeeded = len(self.result.train_metrics_clientapp)
         for server_round in range(resume.round + 1 if resume else 1, self.num_rounds + 1):
             if self._round(server_round):
                 break
+        log_end(time.monotonic() - begun, self.result)
         return self.result
 
     def _round(self, server_round: int) -> bool:
         """Run one round; returns whether the run ends here."""
         begun = time.monotonic()
+        logger.info("")
         logger.info("[ROUND %s/%s]", server_round, self.num_rounds)
         self._traffic: dict[str, tuple[int, int]] = {}
+        self._dense = 0
         failure: RunFailedError | None = None
         try:
             self._train(server_round)
@@ -132,25 +139,36 @@ class RoundLoop:
         arrays = self.result.arrays
         messages = self.strategy.configure_train(server_round, arrays, self.train_config, self.grid)
         sent, replies = self._exchange("train", messages, server_round)
+        self._dense = 2 * len(sent) * sum(array_payload_bytes(array) for array in arrays.values())
         if sent:
             new, metrics = self.strategy.aggregate_train(server_round, replies)
+            _log_aggregated(metrics)
             self.succeeded += new is not None
             self.result.arrays = arrays if new is None else new
             _keep(self.result.train_metrics_clientapp, server_round, metrics)
 
     def _evaluate(self, server_round: int) -> None:
-        self.strategy.counts = self.strategy.fairness = self.strategy.personal = None
+        self.strategy.counts = self.strategy.fairness = self.strategy.personal = self.strategy.elsewhere = None
         if server_round % max(self.abilities.evaluate_every, 1) and server_round != self.num_rounds:
             return
-        messages = self.strategy.configure_evaluate(server_round, self.result.arrays, self.evaluate_config, self.grid)
+        config = self.evaluate_config
+        if self.strategy.evaluate_personal and server_round == self.num_rounds:
+            # Once, since it costs more than all other evaluation: how personal models do on others' data.
+            config = ConfigRecord({**config, "fedstrat.generalisation": True})
+        messages = self.strategy.configure_evaluate(server_round, self.result.arrays, config, self.grid)
         sent, replies = self._exchange("evaluate", messages, server_round)
         if sent:
             metrics = self.strategy.aggregate_evaluate(server_round, replies)
+            _log_aggregated(metrics)
             _keep(self.result.evaluate_metrics_clientapp, server_round, metrics)
 
     def _evaluate_on_server(self, server_round: int) -> None:
         if self.evaluate_fn is not None:
+            if server_round:
+                logger.info("Global evaluation")
             metrics = self.evaluate_fn(server_round, self.result.arrays)
+            line = "\t└──> MetricRecord: %s" if server_round else "Initial global evaluation results: %s"
+            logger.info(line, metrics)
             _keep(self.result.evaluate_metrics_serverapp, server_round, metrics)
 
     def _exchange(
@@ -169,7 +187,9 @@ class RoundLoop:
         checkpoints = self.abilities.checkpoints
         if checkpoints is None or self.strategy.state is None:
             return
-        if checkpoints.due(server_round, every_round=self.strategy.stateful_clients, last=last):
+        # Personal models are pending at the clients, too.
+        every_round = self.strategy.stateful_clients or self.strategy.evaluate_personal
+        if checkpoints.due(server_round, every_round=every_round, last=last):
             metrics = {
                 name: {str(t): dict(record) for t, record in getattr(self.result, name).items()} for name in _RECORDS
             }
@@ -193,6 +213,7 @@ class RoundLoop:
             counts=strategy.counts,
             fairness=strategy.fairness,
             personal=strategy.personal,
+            elsewhere=strategy.elsewhere,
             server=floats(self.result.evaluate_metrics_serverapp),
             traffic=Traffic(
                 train_down_payload=down[0],
@@ -201,8 +222,14 @@ class RoundLoop:
                 train_up_wire=up[1],
                 evaluate_down_wire=self._traffic.get("evaluate_down", nothing)[1],
                 evaluate_up_wire=self._traffic.get("evaluate_up", nothing)[1],
+                train_dense_payload=self._dense,
             ),
         )
+
+
+def _log_aggregated(metrics: MetricRecord | None) -> None:
+    if metrics is not None:
+        logger.info("\t└──> Aggregated MetricRecord: %s", metrics)
 
 
 def _keep(metrics: dict[int, MetricRecord], server_round: int, record: MetricRecord | None) -> None:

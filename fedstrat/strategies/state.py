@@ -45,6 +45,7 @@ class Snapshot:
         numbers: The other fields of the server state.
         accepted: Client id -> last round in which its reply was accepted.
         seen: Ids of all clients seen.
+        moving: Buffers that ever changed.
         metrics: Flower's Result so far, as plain numbers.
     """
 
@@ -58,6 +59,7 @@ class Snapshot:
     numbers: Mapping[str, Any]
     accepted: Mapping[str, int]
     seen: tuple[str, ...]
+    moving: tuple[str, ...]
     metrics: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     _FREE = frozenset({

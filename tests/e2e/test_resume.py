@@ -119,7 +119,8 @@ def rows(run: Started) -> list[dict[str, Any]]:
     return [{k: v for k, v in line.items() if "seconds" not in k} for line in run.history]
 
 
-@pytest.mark.parametrize("algorithm", ["scaffold", pytest.param("fedcspack", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("algorithm", ["scaffold", "fedcspack"])
 def test_kill_9_and_resume_with_two_workers_is_the_straight_run_with_one(place: Place, algorithm: str) -> None:
     straight = place.start("straight", f"algorithm={algorithm}", SETTINGS, cores=1)
     code, out, err = straight.end()

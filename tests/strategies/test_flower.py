@@ -2,6 +2,8 @@
 
 import gc
 import inspect
+import logging
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -142,6 +144,33 @@ def test_our_fedavg_is_flowers() -> None:
             assert own[t].keys() == other[t].keys()
             for name in own[t]:
                 assert own[t][name] == pytest.approx(other[t][name], rel=1e-5)
+
+
+def log_lines(strategy: Any) -> list[str]:
+    """The strategy's log without the drawings of lines, times and the settings of its own."""
+
+    class Keep(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            kept.append(re.sub(r"[│├└─> \t]+|in [\d.]+s|[\d.]+(e[+-]\d+)?", " ", record.getMessage()).strip())
+
+    kept: list[str] = []
+    handler, log = Keep(logging.INFO), logging.getLogger("flwr")
+    log.addHandler(handler)
+    level = log.level
+    log.setLevel(logging.INFO)
+    try:
+        config = ConfigRecord({"lr": 0.5})
+        strategy.start(grid(), small.initial(small.convex), 2, 60.0, config, None, lambda t, _: MetricRecord({"t": t}))
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(level)
+    return [line for line in kept if not line.startswith("FedAvg: ")]
+
+
+def test_the_log_is_flowers() -> None:
+    ours, theirs = log_lines(FedAvg()), log_lines(flower.FedAvg())
+    assert any(line.startswith("Aggregated MetricRecord") for line in ours)
+    assert [line for line in ours if line] == [line for line in theirs if line]
 
 
 def test_fedprox_tells_flowers_clients_mu() -> None:

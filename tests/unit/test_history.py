@@ -282,7 +282,7 @@ def test_summary_tells_final_best_and_when_the_target_was_reached(tmp_path):
     assert (summary["rounds"], summary["rounds_succeeded"], summary["rounds_failed"]) == (6, 5, 1)
     assert (summary["final"]["round"], summary["final"]["mean"]) == (5, 0.7)
     assert (summary["best"]["round"], summary["best"]["mean"]) == (3, 0.9)
-    assert set(summary["best"]) == {"round", "loss", "mean", "accuracy", "best10", "worst10", "std"}
+    assert set(summary["best"]) == {"round", "loss", "mean", "accuracy", "best10", "worst10", "std", "worst"}
     assert (summary["target_accuracy"], summary["rounds_to_target"]) == (0.8, 2)
     assert summary["bytes_to_target"]["train_up_wire"] == 120
     assert summary["bytes"]["train_up_wire"] == 360

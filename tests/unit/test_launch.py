@@ -362,7 +362,7 @@ def test_a_resumed_run_goes_on_in_its_folder(tmp_path, monkeypatch):
     assert launch._take_folder(request) == tmp_path / "results/x"
     assert request.given["resume"] == request.given["results-dir"] == str(tmp_path / "results/x")
     request = plan(resume="results/x", results_dir="out")
-    assert launch._take_folder(request).parent == tmp_path / "out"
+    assert launch._take_folder(request) == tmp_path / "results/x"  # where its history and checkpoints are
     assert request.given["state-dir"] == str(tmp_path / "results/x/state")
 
 

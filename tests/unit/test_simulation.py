@@ -74,7 +74,8 @@ def identity() -> tuple[Any, Any, Any]:
 
 
 def be(task: int | None, run: int | None, node: int | None) -> None:
-    TaskIdentity._task_id, TaskIdentity._run_id, TaskIdentity._node_id = task, run, node
+    if TaskIdentity is not None:  # older Flower needs none
+        TaskIdentity._task_id, TaskIdentity._run_id, TaskIdentity._node_id = task, run, node
 
 
 # --- strategies ----------------------------------------------------------------------------------------------
@@ -284,6 +285,7 @@ except RuntimeError:
 """
 
 
+@pytest.mark.skipif(TaskIdentity is None, reason="this Flower needs no identity to create a Message")
 def test_the_identity_is_borrowed_when_needed_and_given_back_with_the_last_grid():
     # In a process of its own, since other tests' grids may be alive here.
     root = Path(__file__).parents[2]
@@ -303,6 +305,7 @@ def test_a_second_grid_still_works_when_the_first_one_is_gone():
     del second
 
 
+@pytest.mark.skipif(TaskIdentity is None, reason="this Flower needs no identity to create a Message")
 def test_the_identity_of_a_real_run_is_left_alone():
     be(5, 77, 1)
     app, seen = counting()

@@ -1,0 +1,58 @@
+"""The memory of a run doesn't grow with its rounds."""
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from fedstrat.simulation import InProcessGrid
+from fedstrat.strategies import ALGORITHMS
+from tests.strategies import small
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(sys.platform != "linux", reason="reads its memory from /proc"),
+]
+
+WIDTH = 100_000  # 0.9 million parameters, 3.6 MB: one model a round that isn't let go shows
+
+
+def wide() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(small.FEATURES, WIDTH), nn.Tanh(), nn.Linear(WIDTH, small.CLASSES))
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
+
+
+@pytest.mark.parametrize("algorithm", ["craft", "scaffold", "fedcspack", "fedvssam"])
+def test_memory_after_round_30_is_that_after_round_5(algorithm: str, tmp_path: Path) -> None:
+    used: list[int] = []
+
+    def on_round(report: Any) -> None:
+        used.append(resident_bytes())
+
+    app = small.client_app(wide, loader=lambda client: small.batches(client, None))
+    grid = InProcessGrid(app, 5, run_config={"state-dir": str(tmp_path)})
+    strategy = ALGORITHMS[algorithm].strategy(seed=7, fraction_evaluate=0.0)
+    small.start(strategy, grid, wide, 30, on_round=on_round, evaluate_fn=None)
+    print(algorithm, "MB after rounds 5 and 30:", used[4] // 10**6, used[29] // 10**6)
+    assert used[29] <= 1.1 * used[4]
+
+
+def test_memory_after_run_8_is_that_after_run_2(tmp_path: Path) -> None:
+    """Each run with a strategy, a grid and client states of its own, in one process."""
+    used: list[int] = []
+    app = small.client_app(wide, loader=lambda client: small.batches(client, None))
+    for _ in range(8):
+        grid = InProcessGrid(app, 5, run_config={"state-dir": str(tmp_path)})
+        strategy = ALGORITHMS["scaffold"].strategy(seed=7, fraction_evaluate=0.0)
+        small.start(strategy, grid, wide, 3, evaluate_fn=None)
+        used.append(resident_bytes())
+    print("MB after runs 2 and 8:", used[1] // 10**6, used[7] // 10**6)
+    assert used[7] <= 1.1 * used[1]
