@@ -130,7 +130,9 @@ def solve(
     target = _rho(rho_all[active]) - along
 
     values, vectors = torch.linalg.eigh(gram)
-    first = int((values <= rtol**2 * values[-1]).sum())
+    # Below m eps an eigenvalue is the rounding of the Gram matrix, however small rtol is.
+    floor = max(rtol**2, m * torch.finfo(torch.float64).eps)
+    first = int((values <= floor * values[-1]).sum())
     projected = vectors.T @ target
     # |g|^2 = |r|^2 + 2 a.(U r) + a.A a with a in the kept eigenvectors: drop the smallest until it fits.
     cut: tuple[int, ...] = ()

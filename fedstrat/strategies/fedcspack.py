@@ -26,6 +26,7 @@ Differs from the paper (whose formulas leave cases open, and whose code differs 
 """
 
 import dataclasses
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Self
@@ -41,6 +42,8 @@ from fedstrat.payloads import Broadcast, Params, Payload, Update, decode, is_fin
 from fedstrat.strategies.base import FedStrategy
 from fedstrat.strategies.settings import hyper
 from fedstrat.strategies.state import ServerState
+
+logger = logging.getLogger("flwr")
 
 
 @dataclass(frozen=True)
@@ -154,6 +157,10 @@ class FedCSPACK(FedStrategy[CspackState, CspackUpdate]):
     @override
     def init_state(self, params: Params) -> CspackState:
         count = num_packs(sum(p.numel() for p in params.values()), self.pack_size)
+        if count == 1:
+            logger.warning(
+                "FedCSPACK: the model is one pack of %d and will never move; lower pack_size", self.pack_size
+            )
         versions = {"packs": torch.zeros(count, dtype=torch.int64)}
         return CspackState(params=params, generation=0, versions=versions, synced={})
 
