@@ -3,14 +3,16 @@
 import contextlib
 import json
 import os
+import shutil
 import signal
 import socket
 import ssl
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -301,3 +303,19 @@ class Federation:
             if int(entry.name) != os.getpid() and (str(self.folder) in line or where.startswith(str(self.folder))):
                 found.append(line)
         return found
+
+
+@contextlib.contextmanager
+def running() -> Iterator[Federation]:
+    """A federation of two nodes in a folder of its own; at the end no process of it may be left."""
+    folder = Path(tempfile.mkdtemp(prefix="fedstrat-e2e-")).resolve()
+    made = Federation(folder, ("site-a", "site-b"))
+    try:
+        made.prepare()
+        made.start()
+        yield made
+    finally:
+        made.end()
+        left = made.left_over()
+        shutil.rmtree(folder, ignore_errors=True)
+        assert left == []

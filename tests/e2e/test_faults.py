@@ -2,20 +2,17 @@
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from fedstrat.deploy.keyring import Keyring
-from tests.e2e.federation import CONNECTION, LIMIT_SECONDS, Ended, Federation, Service, finish
+from tests.e2e.federation import CONNECTION, LIMIT_SECONDS, Ended, Federation, Service, finish, running
 
 pytestmark = [
     pytest.mark.e2e,
@@ -36,17 +33,8 @@ SETTINGS = {
 
 @pytest.fixture
 def federation() -> Iterator[Federation]:
-    folder = Path(tempfile.mkdtemp(prefix="fedstrat-e2e-")).resolve()
-    made = Federation(folder, ("site-a", "site-b"))
-    try:
-        made.prepare()
-        made.start()
+    with running() as made:
         yield made
-    finally:
-        made.end()
-        left = made.left_over()
-        shutil.rmtree(folder, ignore_errors=True)
-        assert left == []
 
 
 def history(federation: Federation) -> list[dict[str, Any]]:

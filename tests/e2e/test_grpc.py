@@ -1,9 +1,7 @@
 """Real nodes: gRPC with TLS and node authentication, processes apart, and the same bits as in one process."""
 
 import json
-import shutil
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +15,7 @@ from fedstrat.deploy import preflight
 from fedstrat.deploy.keyring import Keyring
 from fedstrat.runs import config
 from fedstrat.simulation import InProcessGrid
-from tests.e2e.federation import CONNECTION, Federation
+from tests.e2e.federation import CONNECTION, Federation, running
 
 pytestmark = [
     pytest.mark.e2e,
@@ -38,17 +36,8 @@ SETTINGS = {
 
 @pytest.fixture(scope="module")
 def federation() -> Iterator[Federation]:
-    folder = Path(tempfile.mkdtemp(prefix="fedstrat-e2e-")).resolve()
-    made = Federation(folder, ("site-a", "site-b"))
-    try:
-        made.prepare()
-        made.start()
+    with running() as made:
         yield made
-    finally:
-        made.end()
-        left = made.left_over()
-        shutil.rmtree(folder, ignore_errors=True)
-        assert left == []
 
 
 def in_process(federation: Federation, folder: Path, settings: dict[str, object]) -> Path:
