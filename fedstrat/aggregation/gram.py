@@ -39,7 +39,7 @@ class Displacements:
         """Return the rows' inner products over some parameters (all by default), shape (rows, rows), float64."""
         products = torch.zeros(len(self), len(self), dtype=torch.float64)
         for name in self.params if names is None else names:
-            for _, block in self._blocks(name):
+            for _, block in self.blocks(name):
                 products.addmm_(block, block.T)
         return products
 
@@ -53,12 +53,13 @@ class Displacements:
         result = {}
         for name in self.params if names is None else names:
             flat = torch.empty(self.params[name].numel(), dtype=torch.float64)
-            for columns, block in self._blocks(name):
+            for columns, block in self.blocks(name):
                 flat[columns] = coefficients @ block
             result[name] = flat.reshape(self.params[name].shape)
         return result
 
-    def _blocks(self, name: str) -> Iterator[tuple[slice, torch.Tensor]]:
+    def blocks(self, name: str) -> Iterator[tuple[slice, torch.Tensor]]:
+        """Yield one parameter's columns and the rows there, shape (rows, columns), float64, a block at a time."""
         x = self.params[name].reshape(-1)
         ys = [client[name].reshape(-1) for client in self.clients]
         old = [row[name].reshape(-1) for row in self.remembered]

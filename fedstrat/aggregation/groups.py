@@ -1,11 +1,11 @@
 """Layer groups: which parameters share one direction, and passes over a group's displacements in column blocks."""
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 
-from fedstrat.aggregation.conflict import Products, Solution, column_blocks, combine, products
+from fedstrat.aggregation.conflict import Products, Solution, combine, products
+from fedstrat.aggregation.gram import Displacements, rounding_of
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -38,8 +38,7 @@ def group_names(names: Sequence[str], grouping: str | Mapping[str, str]) -> dict
 
 def activity_threshold(params: Tensors, names: Sequence[str], min_norm: float) -> float:
     """Return ``tau = max(min_norm, 4 eps32 |x^q|)``, below which a displacement is the rounding of the weights."""
-    squares = sum(float(params[name].double().square().sum()) for name in names)
-    return max(min_norm, 4.0 * float(torch.finfo(torch.float32).eps) * math.sqrt(squares))
+    return max(min_norm, rounding_of(params, names))
 
 
 def group_direction(
@@ -61,14 +60,12 @@ def group_direction(
     Returns:
         The solution, and the direction by parameter name, float64.
     """
+    rows = Displacements(params, clients)
 
     def blocks() -> Iterator[tuple[str, slice, torch.Tensor, torch.Tensor | None]]:
         for name in names:
-            x = params[name].reshape(-1)
-            ys = [client[name].reshape(-1) for client in clients]
             reference = None if previous is None else previous[name].reshape(-1)
-            for columns in column_blocks(x.numel()):
-                block = torch.stack([y[columns] for y in ys]).to(torch.float64) - x[columns].to(torch.float64)
+            for columns, block in rows.blocks(name):
                 yield name, columns, block, None if reference is None else reference[columns]
 
     solution = solve(products(((block, reference) for _, _, block, reference in blocks()), len(clients)))
