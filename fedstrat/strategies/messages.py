@@ -1,6 +1,7 @@
 """Building a round's training messages."""
 
 import dataclasses
+import functools
 from typing import TYPE_CHECKING, Any
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, RecordDict
@@ -30,6 +31,13 @@ class Outbox:
         # Keyed by identity; each object is kept, so that its id stays its own.
         self._models: dict[int, tuple[Params, ArrayRecord]] = {id(handed_out): (handed_out, arrays)}
         self._extras: dict[tuple[int, ...], tuple[Payload, dict[str, ArrayRecord]]] = {}
+        self._rule = {kebab(f.name): getattr(strategy, f.name) for f in dataclasses.fields(strategy.rule)}
+        self._algorithm = strategy.algorithm
+
+    @functools.cached_property
+    def _buffers(self) -> ArrayRecord:
+        buffers, moving = self.strategy.buffers, self.strategy.moving
+        return ArrayRecord({n: raw_array(b) for n, b in buffers.items() if n in moving})
 
     def message(self, node: int, client: str, epochs_share: float | None) -> Message:
         """Build one node's message.
@@ -46,8 +54,7 @@ class Outbox:
         content[self.strategy.configrecord_key] = self._config(client, epochs_share)
         content |= self._extra(sent.extra)
         if sent.params is None:
-            buffers, moving = self.strategy.buffers, self.strategy.moving
-            content["buffers"] = ArrayRecord({n: raw_array(b) for n, b in buffers.items() if n in moving})
+            content["buffers"] = self._buffers
         return Message(RecordDict(content), node, MessageType.TRAIN, group_id=str(self.server_round))
 
     def _model(self, params: Params) -> ArrayRecord:
@@ -64,14 +71,14 @@ class Outbox:
     def _config(self, client: str, epochs_share: float | None) -> ConfigRecord:
         strategy = self.strategy
         own: dict[str, Any] = {
-            "algorithm": strategy.algorithm,
+            "algorithm": self._algorithm,
             "experiment-id": strategy.experiment_id,
             "accepted-round": strategy.accepted.get(client, 0),
             "pack-content": strategy.pack_content,
             "seed": strategy.seed,
             "epochs-share": epochs_share,
             "evaluate-personal": strategy.evaluate_personal or None,
-            **{kebab(f.name): getattr(strategy, f.name) for f in dataclasses.fields(strategy.rule)},
+            **self._rule,
         }
         prefixed = {f"fedstrat.{name}": value for name, value in own.items() if value is not None}
         flower = strategy.flower_config()
