@@ -116,7 +116,7 @@ def evaluate(
     """
     from fedstrat.local import loop  # noqa: PLC0415
     from fedstrat.local.device import threads  # noqa: PLC0415
-    from fedstrat.local.session import asks_for_generalisation, asks_for_personal, load_own, model_record  # noqa: PLC0415
+    from fedstrat.local.session import asks_for, load_own, model_record  # noqa: PLC0415
     from fedstrat.payloads import load_arrays  # noqa: PLC0415
 
     run = context.run_config
@@ -125,12 +125,12 @@ def evaluate(
         load_arrays(model, model_record(msg), names)
         correct, loss_sum, seen = loop.evaluate(model, loader, loss_fn=loss_fn or _cross_entropy())
         metrics = MetricRecord({"num-examples": seen, "num-correct": correct, "loss-sum": loss_sum})
-        if asks_for_personal(msg):
+        if asks_for(msg, "evaluate-personal"):
             # A client that never trained has no model of its own yet: its personal model is the global one.
             if load_own(msg, context, model):
                 correct, loss_sum, _ = loop.evaluate(model, loader, loss_fn=loss_fn or _cross_entropy())
             metrics["personal-num-correct"], metrics["personal-loss-sum"] = correct, loss_sum
-            others = elsewhere() if elsewhere is not None and asks_for_generalisation(msg) else None
+            others = elsewhere() if elsewhere is not None and asks_for(msg, "generalisation") else None
             if others is not None:
                 correct, _, seen = loop.evaluate(model, others, loss_fn=loss_fn or _cross_entropy())
                 metrics["personal-elsewhere-num-correct"] = correct

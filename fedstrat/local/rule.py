@@ -32,6 +32,9 @@ _HOOKS = (
 LossFunction: TypeAlias = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 FullGradient: TypeAlias = Callable[[], Tensors]
 
+PERSONAL = "personal/"
+"""Prefix of a client's own model in its state."""
+
 Received = TypeVar("Received")
 Sent = TypeVar("Sent")
 
@@ -137,7 +140,7 @@ class LocalRule(Generic[Received, Sent]):
 
     def personal_model(self) -> dict[str, torch.Tensor]:
         """The model as it is now, as entries ``personal/<name>`` of a client's state."""
-        return {f"personal/{n}": t.detach().clone() for n, t in {**self.params, **self.buffers}.items()}
+        return {f"{PERSONAL}{n}": t.detach().clone() for n, t in {**self.params, **self.buffers}.items()}
 
     def finish(self) -> tuple[Sent | None, Tensors | None]:
         """Return what travels beside the model, and the next state (None: nothing of either)."""

@@ -13,7 +13,7 @@ from fedstrat.errors import PayloadError, RuleError, nearest
 from fedstrat.flower import client_id
 from fedstrat.local import loop
 from fedstrat.local.optimizer import RuleOptimizer
-from fedstrat.local.rule import LocalRule, LossFunction
+from fedstrat.local.rule import PERSONAL, LocalRule, LossFunction
 from fedstrat.local.state import StateLostError, open_store, peek, settle
 from fedstrat.naming import kebab, snake
 from fedstrat.payloads import check_like, chosen, decode, load_arrays, raw_array, to_arrays
@@ -21,7 +21,6 @@ from fedstrat.privacy import check_private, mod_around
 from fedstrat.seeding import derive
 
 _PREFIX = "fedstrat."
-_PERSONAL = "personal/"
 _PLUMBING = {
     "algorithm", "experiment-id", "accepted-round", "pack-content", "seed", "epochs-share", "evaluate-personal",
 }  # fmt: skip
@@ -67,7 +66,6 @@ class LocalSession:
         _check_mods(algorithm, self._exchanged())
         self.rule = _rule(algorithm, self._own, context.node_config)
         self.lost = False
-        self._optimizer: RuleOptimizer | None = None
         self._called: set[str] = set()
         self._loss_before = math.nan
 
@@ -184,10 +182,7 @@ class LocalSession:
             params = list(self.rule.params.values()) or [torch.nn.Parameter(torch.zeros(1), requires_grad=False)]
             base = torch.optim.SGD(params, lr=float(lr), momentum=momentum)  # type: ignore[arg-type]
         buffers = list(self._model.buffers())
-        self._optimizer = RuleOptimizer(
-            base, self.rule, weight_decay=weight_decay, clip_norm=clip_norm, buffers=buffers
-        )
-        return self._optimizer
+        return RuleOptimizer(base, self.rule, weight_decay=weight_decay, clip_norm=clip_norm, buffers=buffers)
 
     def full_gradient(self, loader: Iterable[Any], loss_fn: LossFunction) -> None:
         """Evaluate ``grad f_i(x)`` over all local data before the first step, where the rule needs it."""
@@ -322,7 +317,7 @@ class LocalSession:
 
 def load_personal(model: torch.nn.Module, state: Mapping[str, torch.Tensor]) -> bool:
     """Load the entries ``personal/<name>`` of a client's state; returns whether there were any."""
-    own = {n.removeprefix(_PERSONAL): t for n, t in state.items() if n.startswith(_PERSONAL)}
+    own = {n.removeprefix(PERSONAL): t for n, t in state.items() if n.startswith(PERSONAL)}
     load_some(model, own, "personal model")
     return bool(own)
 
@@ -384,14 +379,14 @@ def model_record(msg: Message) -> Any:
     return next(iter(records.values()))
 
 
-def asks_for_personal(msg: Message) -> bool:
-    """Whether an evaluation message asks for the client's personal model too."""
-    return any(bool(record.get("fedstrat.evaluate-personal")) for record in msg.content.config_records.values())
+def asks_for(msg: Message, what: str) -> bool:
+    """Whether an evaluation message asks for more.
 
-
-def asks_for_generalisation(msg: Message) -> bool:
-    """Whether an evaluation message asks how the personal model does on other clients' data."""
-    return any(bool(record.get("fedstrat.generalisation")) for record in msg.content.config_records.values())
+    Args:
+        msg: The message.
+        what: "evaluate-personal" (the client's own model too), "generalisation" (that model on other clients' data).
+    """
+    return any(bool(record.get(_PREFIX + what)) for record in msg.content.config_records.values())
 
 
 def load_own(msg: Message, context: Context, model: torch.nn.Module) -> bool:

@@ -22,7 +22,7 @@ from typing_extensions import override
 from fedstrat.errors import ConfigError, nearest
 from fedstrat.local.loop import same_randomness, train_epochs
 from fedstrat.local.optimizer import RuleOptimizer
-from fedstrat.local.rule import LocalRule, LossFunction, Tensors
+from fedstrat.local.rule import PERSONAL, LocalRule, LossFunction, Tensors
 from fedstrat.payloads import Broadcast, Params, Payload, Update
 from fedstrat.strategies.arguments import CommonArguments
 from fedstrat.strategies.base import FedStrategy
@@ -128,7 +128,7 @@ class DittoRule(LocalRule[None, None]):
     def _load(self, own: Tensors) -> None:
         with torch.no_grad():
             for name, tensor in {**self.params, **self.buffers}.items():
-                tensor.copy_(own[f"personal/{name}"])
+                tensor.copy_(own[f"{PERSONAL}{name}"])
 
     @override
     def finish(self) -> tuple[None, Tensors]:

@@ -25,12 +25,11 @@ from torch.nn import functional
 from typing_extensions import override
 
 from fedstrat.local.frozen import frozen_copy, own_objective_is_due
-from fedstrat.local.rule import LocalRule, LossFunction, Tensors
+from fedstrat.local.rule import PERSONAL, LocalRule, LossFunction, Tensors
 from fedstrat.models.split import check_split, split
 from fedstrat.strategies.fedavg import FedAvg
 from fedstrat.strategies.settings import hyper
 
-_PERSONAL = "personal/"
 _SMALLEST = 1e-8
 """Length below which a representation is 0."""
 
@@ -56,7 +55,7 @@ class MOONRule(LocalRule[None, None]):
 
     @override
     def start(self, received: None, state: Tensors | None) -> None:
-        self.before = {n.removeprefix(_PERSONAL): t for n, t in (state or {}).items()}
+        self.before = {n.removeprefix(PERSONAL): t for n, t in (state or {}).items()}
         self.frozen: tuple[torch.nn.Module, torch.nn.Module] | None = None
         self.asked = False
 
