@@ -65,15 +65,16 @@ def query(msg: Message, context: Context) -> Message:
     return fedstrat.query(msg, context, num_examples=lambda: len(_part(context, "train")[1]))
 
 
-def measure(run_config: Mapping[str, Scalar]) -> tuple[dict[str, Fairness], str]:
+def measure(run_config: Mapping[str, Scalar]) -> tuple[dict[str, Fairness], int, str]:
     """Make one run and evaluate its final model on every client.
 
     Args:
         run_config: Flat; what it leaves out has its default.
 
     Returns:
-        The final model's scores on ``validation`` and ``test``, and what went wrong: replies that were dropped, or
-        why the run ended early (the last good model is then evaluated); "" for nothing.
+        The final model's scores on ``validation`` and ``test``; bytes of the payloads of all training messages, both
+        ways; and what went wrong: replies that were dropped, or why the run ended early (the last good model is then
+        evaluated), "" for nothing.
     """
     run = config.parse(run_config)
     torch.manual_seed(derive(run.seed, "model"))
@@ -81,8 +82,11 @@ def measure(run_config: Mapping[str, Scalar]) -> tuple[dict[str, Fairness], str]
     strategy = run.strategy(trainable=trainable_names(model))
     grid = InProcessGrid(app, run.num_clients, run_config=run.flat)
     dropped: list[str] = []
+    sent = 0
 
     def on_round(report: RoundReport) -> None:
+        nonlocal sent
+        sent += report.traffic.train_up_payload + report.traffic.train_down_payload
         dropped.extend(f"round {report.round}, client {client}: {why}" for client, why in report.failed.items())
 
     problem = ""
@@ -99,7 +103,7 @@ def measure(run_config: Mapping[str, Scalar]) -> tuple[dict[str, Fairness], str]
         result, problem = error.result, str(error)
     if dropped and not problem:
         problem = f"{len(dropped)} replies were dropped, the first in {dropped[0]}"
-    return {part: _scores(strategy, grid, result, part) for part in ("validation", "test")}, problem
+    return {part: _scores(strategy, grid, result, part) for part in ("validation", "test")}, sent, problem
 
 
 def _scores(strategy: FedStrategy[Any, Any], grid: InProcessGrid, result: Result, part: str) -> Fairness:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 SCORES = ("mean", "best10", "worst10", "std")
+COSTS = ("mb", "cpu_seconds")
 
 Knob = float | str
 
@@ -41,6 +42,7 @@ class Row:
         value: The knob's value.
         validation: Mean validation accuracy that chose it.
         test: Score -> (mean over seeds, sample standard deviation over seeds).
+        costs: Cost -> mean over seeds.
         grid: Score -> mean over all cells and seeds, on test.
         edges: Which of "lr" and the knob lie at an end of their range.
     """
@@ -49,6 +51,7 @@ class Row:
     value: Knob
     validation: float
     test: Mapping[str, tuple[float, float]]
+    costs: Mapping[str, float]
     grid: Mapping[str, float]
     edges: tuple[str, ...]
 
@@ -79,6 +82,7 @@ def choose(method: Method, seeds: Sequence[int], runs: Sequence[Mapping[str, Any
         value=value,
         validation=validation[best],
         test={score: _over_seeds([r["test"][score] for r in by_cell[best]]) for score in SCORES},
+        costs={cost: statistics.fmean(r[cost] for r in by_cell[best]) for cost in COSTS},
         grid={score: statistics.fmean(r["test"][score] for rs in by_cell.values() for r in rs) for score in SCORES},
         edges=tuple(edges),
     )
@@ -87,8 +91,8 @@ def choose(method: Method, seeds: Sequence[int], runs: Sequence[Mapping[str, Any
 def markdown(rows: Mapping[Method, Row | None]) -> str:
     """Return the table; methods that aren't finished are left out."""
     lines = [
-        "| method | chosen cell | mean | best 10 % | worst 10 % | std over clients | all cells: mean / worst 10 % |",
-        "|---|---|---|---|---|---|---|",
+        "| method | chosen cell | mean | best 10 % | worst 10 % | std | MB | CPU s | all cells: mean / worst 10 % |",
+        "|---|---|---|---|---|---|--:|--:|---|",
     ]
     for method, row in rows.items():
         if row is None:
@@ -96,8 +100,9 @@ def markdown(rows: Mapping[Method, Row | None]) -> str:
         names = {"lr": f"lr {row.lr:g}", method.knob: f"{method.knob} {row.value}"}
         cell = ", ".join(text + ("\\*" if name in row.edges else "") for name, text in names.items())
         scores = " | ".join(f"{_short(mean)} ± {_short(std)}" for mean, std in row.test.values())
+        costs = f"{row.costs['mb']:.1f} | {row.costs['cpu_seconds']:.1f}"
         grid = f"{_short(row.grid['mean'])} / {_short(row.grid['worst10'])}"
-        lines.append(f"| {method.label} | {cell} | {scores} | {grid} |")
+        lines.append(f"| {method.label} | {cell} | {scores} | {costs} | {grid} |")
     return "\n".join(lines) + "\n"
 
 

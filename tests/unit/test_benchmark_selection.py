@@ -20,7 +20,7 @@ def make_runs(validation):
         scores["mean"] += 0.1 * seed
         runs.append(
             {"method": "FedAvg", "lr": lr, "value": value, "seed": seed, "test": scores}
-            | {"validation": {"mean": validation(lr, value, seed)}}
+            | {"validation": {"mean": validation(lr, value, seed)}, "mb": 2.5, "cpu_seconds": 2.0 + seed}
         )
     return runs
 
@@ -34,6 +34,7 @@ def test_validation_chooses_and_test_is_reported():
     assert row.grid["worst10"] == pytest.approx((0.5 + 8 * 0.9) / 9)
     assert row.edges == ("server-lr",)
     assert "lr 0.2, server-lr 2.0\\* | .650 ± .071" in markdown({METHOD: row})
+    assert " | 2.5 | 3.5 | " in markdown({METHOD: row})
 
 
 def test_one_lucky_seed_does_not_choose():
