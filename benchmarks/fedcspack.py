@@ -37,8 +37,7 @@ from client_app.app import app
 from fedstrat.metrics.rounds import RoundReport
 from fedstrat.models import trainable_names
 from fedstrat.runs import config
-from fedstrat.runs.model import build_model
-from fedstrat.seeding import derive
+from fedstrat.runs.model import initial_model
 from fedstrat.simulation import InProcessGrid
 
 RESULTS = Path(__file__).parent / "results" / "fedcspack.json"
@@ -68,12 +67,13 @@ BYTES = ("up_mb", "down_mb", "share")
 STUDENT = {2: 12.706, 3: 4.303}
 
 
-def packs(downlink: str, keep: float = 0.0, pack_size: int = 256) -> dict[str, Any]:
+def packs(downlink: str, keep: float = 0.0, pack_size: int = 256, **more: Any) -> dict[str, Any]:
     """The run config of FedCSPACK with one downlink; ``keep`` 0 sends all candidates."""
-    own = {"pack-size": pack_size, "downlink": downlink, "keep-ratio": keep}
-    return {"algorithm": "fedcspack", **{f"fedcspack.{name}": value for name, value in own.items()}}
+    own = {"pack-size": pack_size, "downlink": downlink, "keep-ratio": keep, **more}
+    return {"algorithm": "fedcspack", **{f"fedcspack.{name.replace('_', '-')}": value for name, value in own.items()}}
 
 
+SAVING = {"initial_model": "seed", "pack_dtype": "bfloat16"}
 ROWS: dict[str, dict[str, Any]] = {
     "FedAvg": {"algorithm": "fedavg"},
     "FedCSPACK dense, all candidates": packs("dense"),
@@ -84,15 +84,20 @@ ROWS: dict[str, dict[str, Any]] = {
     "FedCSPACK mask, 10 %": packs("mask", 0.1),
     "FedCSPACK mask, 5 %": packs("mask", 0.05),
     "One pack: every client alone": packs("synced", pack_size=10**6),
+    "FedCSPACK synced, 5 %, packs of 64": packs("synced", 0.05, 64),
     "FedCSPACK synced, 1 %, packs of 64": packs("synced", 0.01, 64),
+    "… 5 %, packs of 64, seed, bfloat16": packs("synced", 0.05, 64, **SAVING),
+    "… 2 %, packs of 64, seed, bfloat16": packs("synced", 0.02, 64, **SAVING),
+    "… 1 %, packs of 64, seed, bfloat16": packs("synced", 0.01, 64, **SAVING),
+    "… 2 %, packs of 64, seed, bfloat16, error feedback": packs("synced", 0.02, 64, **SAVING, error_feedback=True),
+    "… 1 %, packs of 64, seed, bfloat16, error feedback": packs("synced", 0.01, 64, **SAVING, error_feedback=True),
 }
 
 
 def make(label: str, seed: int, data: str) -> dict[str, Any]:
     """Make one run."""
     run = config.parse({**SETTING, **ROWS[label], "seed": seed, "dataset.dir": data})
-    torch.manual_seed(derive(run.seed, "model"))
-    model = build_model(run.flat)
+    model = initial_model(run.flat)
     reports: list[RoundReport] = []
     begun = time.process_time()
     run.strategy(trainable=trainable_names(model)).start(

@@ -25,7 +25,7 @@ from fedstrat.metrics.fairness import Fairness
 from fedstrat.metrics.rounds import RoundReport
 from fedstrat.models import trainable_names
 from fedstrat.runs import config
-from fedstrat.runs.model import build_model
+from fedstrat.runs.model import build_model, initial_model
 from fedstrat.seeding import derive
 from fedstrat.simulation import InProcessGrid
 from fedstrat.strategies.base import FedStrategy
@@ -77,8 +77,7 @@ def measure(run_config: Mapping[str, Scalar]) -> tuple[dict[str, Fairness], int,
         evaluated), "" for nothing.
     """
     run = config.parse(run_config)
-    torch.manual_seed(derive(run.seed, "model"))
-    model = build_model(run.flat)
+    model = initial_model(run.flat)
     strategy = run.strategy(trainable=trainable_names(model))
     grid = InProcessGrid(app, run.num_clients, run_config=run.flat)
     dropped: list[str] = []

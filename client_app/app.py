@@ -14,10 +14,10 @@ app = ClientApp()
 def train(msg: Message, context: Context) -> Message:
     """Train the received model on this client's training data."""
     from fedstrat.data.loaders import client_data  # noqa: PLC0415
-    from fedstrat.runs.model import build_model  # noqa: PLC0415
+    from fedstrat.runs.model import initial_model  # noqa: PLC0415
 
     data = client_data(context.run_config, context.node_config, seed=_seed(msg, context))
-    return fedstrat.train(msg, context, build_model(context.run_config, context.node_config), data.train)
+    return fedstrat.train(msg, context, initial_model(context.run_config, context.node_config), data.train)
 
 
 @app.evaluate()

@@ -10,7 +10,6 @@ from pathlib import Path
 from types import FrameType
 from typing import Literal
 
-import torch
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
@@ -23,9 +22,8 @@ from fedstrat.runs import config, report
 from fedstrat.runs.checkpoint import CheckpointFolder
 from fedstrat.runs.goals import Goals
 from fedstrat.runs.history import RunFolder
-from fedstrat.runs.model import build_model
+from fedstrat.runs.model import initial_model
 from fedstrat.runs.progress import Progress
-from fedstrat.seeding import derive
 from fedstrat.strategies.cohort import wait_for_nodes
 from fedstrat.strategies.state import Snapshot
 
@@ -36,8 +34,7 @@ app = ServerApp()
 def main(grid: Grid, context: Context) -> None:
     """Run one experiment; raises when it failed, after the results folder says so."""
     run = config.parse(context.run_config)
-    torch.manual_seed(derive(run.seed, "model"))
-    model = build_model(run.flat)
+    model = initial_model(run.flat)
     strategy = run.strategy(trainable=trainable_names(model))
     path = _folder(run)
     checkpoints = CheckpointFolder(path / "checkpoints", every=run.checkpoint_every)

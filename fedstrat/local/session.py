@@ -91,9 +91,12 @@ class LocalSession:
         buffers = {n: t for n, t in self._exchanged().items() if n not in trained}
         received = self._receive_extra(received_type, params)
         state = self._settle()
-        self._load(state)
+        self._load(state, on_initial=getattr(received, "on_initial", False))
         self._buffers_before = {n: t.clone() for n, t in buffers.items()} if not self.rule.sends_model else {}
-        self.rule.begin(params, buffers, received, state if self.rule.keeps_state else None)
+        try:
+            self.rule.begin(params, buffers, received, state if self.rule.keeps_state else None)
+        except StateLostError as error:
+            self._lose(error)
         return self
 
     def _exchanged(self) -> dict[str, torch.Tensor]:
@@ -108,23 +111,26 @@ class LocalSession:
             return settle(self._store, int(self._own["accepted-round"]))  # type: ignore[arg-type]
         except StateLostError as error:
             if self.rule.keeps_state:
-                logger.warning("client %s, round %d: %s", self.client, self.server_round, error)
-                self.lost = True
+                self._lose(error)
             return None
+
+    def _lose(self, error: StateLostError) -> None:
+        logger.warning("client %s, round %d: %s", self.client, self.server_round, error)
+        self.lost = True
 
     @property
     def _keeps_personal(self) -> bool:
         return bool(self._own.get("evaluate-personal"))
 
-    def _load(self, state: dict[str, torch.Tensor] | None) -> None:
-        """Load the received model, or this client's own where only packs travel."""
+    def _load(self, state: dict[str, torch.Tensor] | None, *, on_initial: bool) -> None:
+        """Load the received model, or this client's own where only packs travel (the one as built: ``on_initial``)."""
         payload = self.rule.receives
         extras = {*(payload.names() if payload else ()), "buffers"}
         records = {n: r for n, r in self._message.content.array_records.items() if snake(n) not in extras}
         if len(records) == 1:
             load_arrays(self._model, next(iter(records.values())), self._names)
-        elif not records and state is not None:
-            load_personal(self._model, state)
+        elif not records and (state is not None or on_initial):
+            load_personal(self._model, state or {})
             moved = self._message.content.array_records.get("buffers", ArrayRecord())
             load_some(self._model, decode(moved, "buffers"), "buffers")
         elif not self.lost:

@@ -8,6 +8,21 @@ from fedstrat.data.clients import describe, setting
 from fedstrat.errors import DataError
 from fedstrat.models import build
 from fedstrat.models.custom import build_custom
+from fedstrat.seeding import derive
+
+
+def initial_model(run_config: Mapping[str, object], node_config: Mapping[str, object] | None = None) -> torch.nn.Module:
+    """Build the model with the run's initial weights x_0, which follow from ``seed`` alone.
+
+    Arguments and errors as of :func:`build_model`. Torch's global generator stays as it was.
+    """
+    generator = torch.default_generator
+    before = generator.get_state()
+    generator.manual_seed(derive(setting(run_config, "seed", int), "model"))
+    try:
+        return build_model(run_config, node_config)
+    finally:
+        generator.set_state(before)
 
 
 def build_model(run_config: Mapping[str, object], node_config: Mapping[str, object] | None = None) -> torch.nn.Module:

@@ -16,6 +16,14 @@ Downlinks:
              may be old, and upload weights instead of differences.
     dense    the whole model every round (the authors' code); clients remember nothing.
 
+Further savings, all off by default, none of them in the paper:
+    initial_model "seed"   at first contact a client is sent the packs that have changed since x_0, and the SHA-256 of
+                           x_0, which it has built by itself; one whose x_0 is another says so and is sent the model.
+    pack_dtype             packs travel as bfloat16 (relative error at most 2^-9) or float16 (2^-11; not above 65504),
+                           both ways; the server sums and keeps x in full, what is sent is rounded afresh each time.
+    error_feedback         e <- e + (w - w at the start of the round); the candidates are those of x + e instead of w,
+                           e_j is sent in place of w_j - x_j, and what isn't sent stays in e.
+
 Differs from the paper (whose formulas leave cases open, and whose code differs from its text):
 * kappa = KL(softmax x || softmax w) of the weights, as in the code; the paper's ratio of raw weights has no logarithm.
 * M is the absolute value and at least 1e-12; a pack that is zero on both sides has cosine 1 and isn't sent.
@@ -26,6 +34,7 @@ Differs from the paper (whose formulas leave cases open, and whose code differs 
 """
 
 import dataclasses
+import hashlib
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -38,6 +47,7 @@ from typing_extensions import override
 from fedstrat.aggregation.packs import Weights, clip, from_packs, merge, num_packs, select, to_packs
 from fedstrat.errors import ConfigError, PayloadError
 from fedstrat.local.rule import LocalRule, Tensors
+from fedstrat.local.state import StateLostError
 from fedstrat.payloads import Broadcast, Params, Payload, Update, decode, is_finite
 from fedstrat.strategies.base import FedStrategy
 from fedstrat.strategies.settings import hyper
@@ -45,10 +55,17 @@ from fedstrat.strategies.state import ServerState
 
 logger = logging.getLogger("flwr")
 
+PackDtype = Literal["model", "bfloat16", "float16"]
+_FIRST_CONTACT, _NEEDS_MODEL = 0, -1
+"""Generations of clients that build x_0 by themselves, and of those that can't."""
+
 
 @dataclass(frozen=True)
 class CspackBroadcast(Payload):
-    """Global packs: ``index`` int32 (K,), ``value`` (K, B); no packs where the whole model travels."""
+    """Global packs: ``index`` int32 (K,), ``value`` (K, B); no packs where the whole model travels.
+
+    At the first contact of a client that builds x_0 by itself also ``initial`` uint8 (32,): the SHA-256 of x_0.
+    """
 
     packs: Mapping[str, torch.Tensor]
     per_parameter = False
@@ -65,10 +82,15 @@ class CspackBroadcast(Payload):
     def encode(self) -> dict[str, ArrayRecord]:
         return super().encode() if self.packs else {}
 
+    @property
+    def on_initial(self) -> bool:
+        """Whether the packs change the model that the client itself has built, in place of one that was sent."""
+        return "initial" in self.packs
+
     @override
     def check(self, params: Params) -> None:
         if self.packs:
-            check_packs(self.packs, params, ("index", "value"))
+            check_packs({n: t for n, t in self.packs.items() if n != "initial"}, params, ("index", "value"))
 
 
 @dataclass(frozen=True)
@@ -121,11 +143,24 @@ class CspackState(ServerState):
         generation: How often the model has changed, from 0.
         versions: ``{"packs": int64 (P,)}``: the generation in which each pack last changed.
         synced: Client id -> generation of the model it had when it last replied.
+        initial: ``{"sha256": uint8 (32,)}`` of x_0.
     """
 
     generation: int
     versions: Mapping[str, torch.Tensor]
     synced: Mapping[str, int]
+    initial: Mapping[str, torch.Tensor]
+
+
+def digest(packs: torch.Tensor) -> torch.Tensor:
+    """The SHA-256 of a model's packs as they are in memory, uint8 (32,)."""
+    data = packs.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return torch.frombuffer(bytearray(hashlib.sha256(data.tobytes()).digest()), dtype=torch.uint8)
+
+
+def rounded(value: torch.Tensor, dtype: PackDtype) -> torch.Tensor:
+    """Packs as they travel."""
+    return value if dtype == "model" else value.to(getattr(torch, dtype))
 
 
 class FedCSPACK(FedStrategy[CspackState, CspackUpdate]):
@@ -142,11 +177,22 @@ class FedCSPACK(FedStrategy[CspackState, CspackUpdate]):
     weights: Weights = hyper(default="dual", symbol="M", doc="weight of a pack; full sends all packs with weight 1")
     kl_temperature: float = hyper(default=1.0, gt=0.0, symbol="T", doc="temperature of the divergence")
     downlink: Literal["synced", "mask", "dense"] = hyper(default="synced", doc="what travels to a client")
+    initial_model: Literal["wire", "seed"] = hyper(
+        default="wire", doc="whether x_0 travels, or clients build it from the run's seed and only its digest travels"
+    )
+    pack_dtype: PackDtype = hyper(default="model", doc="numbers of the packs on the wire, both ways")
+    error_feedback: bool = hyper(default=False, doc="whether what wasn't sent is added to what is sent later")
 
     @override
     def check_settings(self) -> None:
         if self.top_k is not None and self.keep_ratio is not None:
             raise ConfigError("FedCSPACK: give top_k or keep_ratio, not both")
+        if self.downlink == "dense" and self.initial_model == "seed":
+            raise ConfigError(
+                "FedCSPACK: downlink 'dense' sends the model in every round; initial_model must be 'wire'"
+            )
+        if self.downlink == "mask" and self.error_feedback:
+            raise ConfigError("FedCSPACK: downlink 'mask' uploads weights; error_feedback needs 'synced' or 'dense'")
 
     @override
     def check_update(self, extra: CspackUpdate) -> None:
@@ -162,11 +208,12 @@ class FedCSPACK(FedStrategy[CspackState, CspackUpdate]):
                 "FedCSPACK: the model is one pack of %d and will never move; lower pack_size", self.pack_size
             )
         versions = {"packs": torch.zeros(count, dtype=torch.int64)}
-        return CspackState(params=params, generation=0, versions=versions, synced={})
+        initial = {"sha256": digest(to_packs(params, self.pack_size))}
+        return CspackState(params=params, generation=0, versions=versions, synced={}, initial=initial)
 
     @override
     def forget(self, state: CspackState, client: str) -> CspackState:
-        return dataclasses.replace(state, synced={c: g for c, g in state.synced.items() if c != client})
+        return dataclasses.replace(state, synced={**state.synced, client: _NEEDS_MODEL})
 
     @property
     @override
@@ -175,13 +222,15 @@ class FedCSPACK(FedStrategy[CspackState, CspackUpdate]):
 
     @override
     def broadcast(self, state: CspackState, client: str) -> Broadcast[CspackBroadcast]:
-        had = state.synced.get(client)
-        if self.downlink == "dense" or had is None:
+        first = client not in state.synced
+        had = state.synced.get(client, _FIRST_CONTACT if self.initial_model == "seed" else _NEEDS_MODEL)
+        if self.downlink == "dense" or had == _NEEDS_MODEL:
             return Broadcast(state.params, CspackBroadcast({}))
-        since = had if self.downlink == "synced" else state.generation - 1
+        since = had if self.downlink == "synced" or first else state.generation - 1
         index = torch.nonzero(state.versions["packs"] > since).flatten()
-        value = to_packs(state.params, self.pack_size)[index]
-        return Broadcast(None, CspackBroadcast({"index": index.to(torch.int32), "value": value}))
+        value = rounded(to_packs(state.params, self.pack_size)[index], self.pack_dtype)
+        initial = {"initial": state.initial["sha256"]} if first else {}
+        return Broadcast(None, CspackBroadcast({"index": index.to(torch.int32), "value": value, **initial}))
 
     @override
     def aggregate(self, state: CspackState, updates: Sequence[Update[CspackUpdate]]) -> CspackState:
@@ -200,6 +249,7 @@ class FedCSPACK(FedStrategy[CspackState, CspackUpdate]):
             versions={"packs": versions},
             # Whoever replied had the model of the generation before this step.
             synced={**state.synced, **{u.client: state.generation for u in updates}},
+            initial=state.initial,
         )
 
 
@@ -211,6 +261,8 @@ class FedCSPACKRule(LocalRule[CspackBroadcast, CspackUpdate]):
     weights: Weights
     kl_temperature: float
     downlink: str
+    pack_dtype: PackDtype
+    error_feedback: bool
     top_k: int | None = None
     keep_ratio: float | None = None
     receives = CspackBroadcast
@@ -220,22 +272,30 @@ class FedCSPACKRule(LocalRule[CspackBroadcast, CspackUpdate]):
 
     @override
     def start(self, received: CspackBroadcast, state: Tensors | None) -> None:
-        if not received.packs or state is None:
-            # The whole model was loaded; or this client's state is lost, and its reply will say just that.
-            self.known = to_packs(self.params, self.pack_size).clone()
-            return
-        index, value = received.packs["index"].long(), received.packs["value"]
-        self.known = state["known"].to(value.device).clone()
-        self.known[index] = value
-        personal = to_packs(self.params, self.pack_size)
-        personal[index] = value
-        with torch.no_grad():
-            for name, w in from_packs(personal, self.params).items():
-                self.params[name].copy_(w)
+        self.known = to_packs(self.params, self.pack_size).clone()
+        if received.on_initial and not torch.equal(digest(self.known), received.packs["initial"].cpu()):
+            raise StateLostError("the model as built here isn't the run's initial model; the server will send it")
+        # Without packs the whole model was loaded. Without state there is nothing to write them to: the client lost
+        # it, and its reply will say just that; unless they change the initial model.
+        if received.packs and (state is not None or received.on_initial):
+            personal = self.known.clone()
+            if state is not None:
+                self.known = state["known"].to(personal.device).clone()
+            index, value = received.packs["index"].long(), received.packs["value"].to(personal.dtype)
+            self.known[index] = personal[index] = value
+            with torch.no_grad():
+                for name, w in from_packs(personal, self.params).items():
+                    self.params[name].copy_(w)
+        if self.error_feedback:
+            self.begun = to_packs(self.params, self.pack_size).clone()
+            self.unsent = torch.zeros_like(self.begun) if state is None else state["unsent"].to(self.begun.device)
 
     @override
     def finish(self) -> tuple[CspackUpdate, Tensors]:
         w, x = to_packs(self.params, self.pack_size), self.known
+        if self.error_feedback:
+            e = self.unsent + (w - self.begun)
+            w = x + e
         chosen = select(
             w,
             x,
@@ -245,6 +305,10 @@ class FedCSPACKRule(LocalRule[CspackBroadcast, CspackUpdate]):
             kl_temperature=self.kl_temperature,
         )
         rows = chosen.index.long()
-        value = w[rows] if self.downlink == "mask" else w[rows] - x[rows]
+        value = rounded(w[rows] if self.downlink == "mask" else w[rows] - x[rows], self.pack_dtype)
         update = CspackUpdate({"index": chosen.index, "weight": chosen.weight, "value": value})
-        return update, {"known": self.known, **self.personal_model()}
+        state = {"known": x, **self.personal_model()}
+        if self.error_feedback:
+            e[rows] -= value.to(e.dtype)  # what rounding takes away stays here, too
+            state["unsent"] = e
+        return update, state

@@ -11,6 +11,8 @@ With w = y and cosines over the padded vectors:
     candidates  j with cos(w_j, z_j) < cos(w, z); the K most turned ones, where there is a K
     M_j = |KL(softmax(z_j / T) || softmax(w_j / T)) + cos(w_j, z_j)|, or one of the two, at least 1e-12
     x_j <- sum_i M_ij w_ij / sum_i M_ij      where anybody sent j
+
+With error feedback a client adds its local movements up and takes off what it sent: w = z + (that sum).
 """
 
 import math
@@ -81,6 +83,7 @@ class FedCSPACK(Twin):
         weights: str = "dual",
         kl_temperature: float = 1.0,
         downlink: str = "synced",
+        error_feedback: bool = False,
     ) -> None:
         super().__init__(task)
         self.pack_size, self.downlink = pack_size, downlink
@@ -89,6 +92,10 @@ class FedCSPACK(Twin):
         self.last: dict[int, int] = {}  # client -> round in which it last trained
         self.own: dict[int, Array] = {}
         self.known: dict[int, Array] = {}
+        self.feeds_back = error_feedback
+        self.movement: dict[int, Array] = {}  # of this round
+        self.moved: dict[int, Array] = {}  # client -> sum of y - start over its rounds
+        self.sent: dict[int, Array] = {}  # client -> sum of what it sent
 
     def told(self, client: int) -> Array:
         """Which entries of the flat vector the client is sent."""
@@ -102,16 +109,24 @@ class FedCSPACK(Twin):
         told = self.told(client)
         start = np.where(told, self.x, self.own.get(client, self.x))
         self.known[client] = np.where(told, self.x, self.known.get(client, self.x))
-        return descend(self.task, client, self.t, start, self.buffers)
+        trained = descend(self.task, client, self.t, start, self.buffers)
+        self.movement[client] = trained.y - start
+        return trained
 
     def move(self, trained: dict[int, Trained]) -> None:
         x = packed(self.x, self.pack_size)
         total, summed = np.zeros(len(x)), np.zeros_like(x)
         for i, reply in trained.items():
             w, z = packed(reply.y, self.pack_size), packed(self.known[i], self.pack_size)
+            if self.feeds_back:
+                self.moved[i] = self.moved.get(i, 0.0) + packed(self.movement[i], self.pack_size)
+                self.sent.setdefault(i, np.zeros_like(w))
+                w = z + (self.moved[i] - self.sent[i])
             for j, m in select(w, z, **self.choice).items():
                 total[j] += m
                 summed[j] += m * w[j]
+                if self.feeds_back:
+                    self.sent[i][j] += w[j] - z[j]
             self.own[i], self.last[i] = reply.y, self.t
         sent = total > 0
         x[sent] = summed[sent] / total[sent, None]

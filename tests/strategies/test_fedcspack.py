@@ -601,9 +601,135 @@ def test_clients_state_lies_in_the_state_directory(tmp_path: Path) -> None:
         assert 4 * NUM_PARAMS + padded < file.stat().st_size < 4 * NUM_PARAMS + padded + 1000
     state = algorithm.state
     assert state is not None
-    assert {f.name for f in dataclasses.fields(state)} == {"params", "generation", "versions", "synced"}
+    assert {f.name for f in dataclasses.fields(state)} == {"params", "generation", "versions", "synced", "initial"}
     assert state.versions["packs"].shape == (NUM_PACKS,)
     assert all(isinstance(t, int) for t in state.synced.values())
+
+
+# --- further savings -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("downlink", ["synced", "mask"])
+def test_an_initial_model_from_the_seed_changes_bytes_alone(downlink: str) -> None:
+    """Clients 3 and 4 come in round 3 only: of a model that they never saw they are sent what has changed."""
+    settings = {"keep_ratio": 0.1, "downlink": downlink}
+    runs, grids = [], []
+    for initial_model in ("wire", "seed"):
+        grid = Recorder(small.client_app(net))
+        late = {node: grid.contexts.pop(node) for node, c in [*grid.contexts.items()] if small.client_of(c) > 2}
+
+        def come(report: Any, grid: Recorder = grid, late: dict[int, Any] = late) -> None:
+            if report.round == 2:
+                grid.contexts.update(late)
+
+        algorithm = strategy(**settings, initial_model=initial_model, min_train_nodes=2)
+        runs.append(start(algorithm, grid, net, 4, on_round=come))
+        grids.append(grid)
+    assert [bits(m) for m in runs[0].models] == [bits(m) for m in runs[1].models]
+    assert bits(runs[0].models[0]) != bits(runs[0].models[-1])
+    wire, seed = ([r.traffic.train_down_payload for r in run.reports] for run in runs)
+    assert seed[0] == 3 * 32  # nothing has changed: the digest alone
+    assert wire[0] == 3 * 4 * NUM_PARAMS
+    changed = set().union(*(packs_of(s.reply)["index"].tolist() for t in (1, 2) for s in grids[1].of(t)))
+    firsts = [trip for trip in grids[1].of(3) if trip.client in ("3", "4")]
+    assert len(firsts) == 2
+    for trip in firsts:
+        assert set(packs_of(trip.sent)["index"].tolist()) == changed
+        assert "initial" in packs_of(trip.sent)
+    assert wire[2] - seed[2] == 2 * (4 * NUM_PARAMS - 4 * len(changed) * (PACK + 1) - 32)
+    assert wire[3] == seed[3]
+
+
+def test_a_client_whose_initial_model_is_another_is_sent_the_model() -> None:
+    """Client 1 builds other weights: it says so in round 1 and trains from round 2 on, from what the server sent."""
+
+    def app(other: bool) -> Recorder:
+        def steps(session: fedstrat.LocalSession, model: nn.Module, client: int) -> None:
+            optimizer = session.optimizer(lr=0.1)
+            x, y = small.batches(client)[0]
+            optimizer.step(lambda: cross_entropy(model(x), y))
+
+        built: list[int] = []
+
+        def build() -> nn.Module:
+            built.append(len(built))
+            model = net()
+            if other and len(built) == 2:  # the second client of the first round
+                with torch.no_grad():
+                    model[0].bias.add_(1e-7)
+            return model
+
+        return Recorder(small.own_loop(build, steps))
+
+    run = start(strategy(initial_model="seed"), grid := app(other=True), net, 3)
+    (odd,) = [trip.client for trip in grid.of(1) if trip.reply["client"]["state"] == "lost"]
+    assert not run.reports[0].failed
+    (second,) = [trip for trip in grid.of(2) if trip.client == odd]
+    np.testing.assert_array_equal(vector(second.sent["arrays"]), vector(run.models[1]))
+    assert second.reply["client"]["state"] == "ok"
+    (third,) = [trip for trip in grid.of(3) if trip.client == odd]
+    assert "arrays" not in third.sent
+    others = [trip for trip in grid.of(1) if trip.client != odd]
+    assert len(others) == 4
+    assert all(trip.reply["client"]["state"] == "ok" for trip in others)
+
+
+@pytest.mark.parametrize(("dtype", "digits"), [("bfloat16", 8), ("float16", 11)])
+@pytest.mark.parametrize("downlink", ["synced", "mask", "dense"])
+def test_half_precision_halves_the_packs_and_rounds_them(downlink: str, dtype: str, digits: int) -> None:
+    """Every number that travels is the nearest of ``digits`` binary digits; what the server adds up isn't rounded."""
+    settings = {"keep_ratio": 0.2, "downlink": downlink}
+    grid = Recorder(small.client_app(net))
+    run = start(strategy(**settings, pack_dtype=dtype), grid, net, 3)
+    for report in run.reports:
+        up = sum(len(view(trip.reply["packs"]["index"], "index")) * (2 * PACK + 8) for trip in grid.of(report.round))
+        assert report.traffic.train_up_payload == up > 0
+    for trip in grid.of(3):
+        told = decode(trip.sent["packs"], "packs") if downlink != "dense" else {}
+        assert ("packs" in trip.sent) == bool(told)
+        if told:
+            true = packed(vector(run.models[2]))[told["index"].long()]
+            assert str(told["value"].dtype) == f"torch.{dtype}"
+            assert bool(((told["value"].float() - true).abs() <= true.abs() * 2.0**-digits).all())
+            assert not torch.equal(told["value"].float(), true)
+    state = decode(run.models[-1], "model")
+    assert all(tensor.dtype == torch.float32 for tensor in state.values())
+    exact = start(strategy(**settings), Recorder(small.client_app(net)), net, 1)
+    off = np.abs(vector(run.models[1]) - vector(exact.models[1]))
+    base = np.abs(vector(exact.models[1]) if downlink == "mask" else vector(exact.models[1]) - vector(exact.models[0]))
+    assert 0 < off.max() <= (base.max() * 2.0**-digits + 1e-7)
+
+
+def test_error_feedback_sends_in_the_end_what_was_left_out() -> None:
+    """One client, one pack a round: what it sent and what it still holds is all that its steps moved."""
+    movements: list[np.ndarray] = []
+
+    def steps(session: fedstrat.LocalSession, model: nn.Module, client: int) -> None:
+        def now() -> np.ndarray:
+            return torch.cat([p.detach().ravel() for p in model.parameters()]).numpy().copy()
+
+        before, optimizer = now(), session.optimizer(lr=0.1)
+        for x, y in small.batches(client):
+            optimizer.step(lambda x=x, y=y: cross_entropy(model(x), y))
+        movements.append(now() - before)
+
+    settings = {"min_train_nodes": 1, "min_available_nodes": 1, "top_k": 1, "error_feedback": True}
+    algorithm = strategy(**settings, pack_dtype="bfloat16")
+    run = start(algorithm, grid := Recorder(small.own_loop(net, steps), 1), net, 6)
+    sent = np.zeros((NUM_PACKS, PACK))
+    for trip in grid.trips:
+        parts = decode(trip.reply["packs"], "packs")
+        assert len(parts["index"]) == 1
+        sent[parts["index"].long().numpy()] += parts["value"].double().numpy()
+    (context,) = grid.contexts.values()
+    kept = peek(open_store(context, algorithm.experiment_id, "0"), 6)
+    assert kept is not None
+    total = packed(np.sum(movements, axis=0)).numpy()
+    np.testing.assert_allclose(sent + kept["unsent"].numpy(), total, atol=1e-6)
+    assert len({int(view(trip.reply["packs"]["index"], "index")[0]) for trip in grid.trips}) > 1
+    np.testing.assert_allclose(
+        packed(vector(run.result.arrays)).numpy() - packed(vector(run.models[0])).numpy(), sent, atol=1e-6
+    )
 
 
 # --- settings --------------------------------------------------------------------------------------------------------
@@ -632,6 +758,9 @@ def test_a_node_sets_its_own_share_and_epochs() -> None:
         ({"kl_temperature": 0.0}, "kl_temperature"),
         ({"weights": "both"}, "weights"),
         ({"downlink": "sparse"}, "downlink"),
+        ({"pack_dtype": "int8"}, "pack_dtype"),
+        ({"downlink": "dense", "initial_model": "seed"}, "initial_model must be 'wire'"),
+        ({"downlink": "mask", "error_feedback": True}, "error_feedback needs"),
     ],
     ids=str,
 )
@@ -682,4 +811,5 @@ def test_state_and_rule_are_declared() -> None:
     entry = ALGORITHMS["fedcspack"]
     assert entry.strategy is FedCSPACK
     assert not entry.rule.sends_model
-    assert {f.name for f in dataclasses.fields(entry.rule)} == set(FedCSPACK.hypers) - set(FedAvg.hypers)
+    servers_own = {*FedAvg.hypers, "initial_model"}
+    assert {f.name for f in dataclasses.fields(entry.rule)} == set(FedCSPACK.hypers) - servers_own

@@ -31,6 +31,8 @@ CASES = [
     Case(FedCSPACK, fedcspack.FedCSPACK, {**PACKS, "keep_ratio": 0.1, "downlink": "mask"}),
     Case(FedCSPACK, fedcspack.FedCSPACK, {**PACKS, "top_k": 3, "downlink": "dense"}),
     Case(FedCSPACK, fedcspack.FedCSPACK, {"pack_size": 7, "kl_temperature": 0.05}),
+    Case(FedCSPACK, fedcspack.FedCSPACK, {**PACKS, "keep_ratio": 0.1, "error_feedback": True}),
+    Case(FedCSPACK, fedcspack.FedCSPACK, {**PACKS, "top_k": 2, "downlink": "dense", "error_feedback": True}, CLIP),
     Case(FedCSPACK, fedcspack.FedCSPACK, {"pack_size": 1}),  # a cosine is 1 or -1
     Case(FedCSPACK, fedcspack.FedCSPACK, {"pack_size": 73}),  # one pack: nothing is ever sent
     Case(FedCSPACK, fedcspack.FedCSPACK, {"pack_size": 100, "weights": "full"}),
