@@ -78,6 +78,7 @@ METHODS = (
     Method("FedACG", "fedacg", "momentum", (0.5, 0.7, 0.85), MIDDLE),
     Method("MOON", "moon", "mu", (0.1, 1.0, 5.0), MIDDLE),
     Method("FedNTD", "fedntd", "beta", (0.1, 0.3, 1.0), MIDDLE),
+    Method("FedSPU", "fedspu", "ratios", ("0.5", "0.8", "0.2,0.4,0.6,0.8,1.0"), MIDDLE),
     Method("Normalised FedAvgM", "normalisedfedavgm", "server-lr", (0.03, 0.1, 0.3), MIDDLE),
 )
 

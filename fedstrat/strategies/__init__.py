@@ -21,6 +21,7 @@ from fedstrat.strategies.fedntd import FedNTD, FedNTDRule
 from fedstrat.strategies.fedprox import FedProx, FedProxRule
 from fedstrat.strategies.fedsam import FedSAM, FedSAMRule
 from fedstrat.strategies.fedsmoo import FedSMOO, FedSMOORule
+from fedstrat.strategies.fedspu import FedSPU, FedSPURule
 from fedstrat.strategies.fedvssam import FedVSSAM, FedVSSAMRule
 from fedstrat.strategies.mofedsam import MoFedSAM, MoFedSAMRule
 from fedstrat.strategies.moon import MOON, MOONRule
@@ -59,6 +60,7 @@ ALGORITHMS: dict[str, Algorithm] = {
     "fedacg": Algorithm(FedACG, FedACGRule),
     "fedgamma": Algorithm(FedGAMMA, FedGAMMARule),
     "fedsmoo": Algorithm(FedSMOO, FedSMOORule),
+    "fedspu": Algorithm(FedSPU, FedSPURule),
     "normalisedfedavgm": Algorithm(NormalisedFedAvgM, FedAvgRule),
 }
 """Name in the run config and on the wire -> the two halves. Your own algorithm joins it by assignment."""
@@ -85,6 +87,7 @@ __all__ = [
     "FedProx",
     "FedSAM",
     "FedSMOO",
+    "FedSPU",
     "FedStrategy",
     "FedVSSAM",
     "MoFedSAM",

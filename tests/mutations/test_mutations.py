@@ -14,6 +14,9 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 REFERENCE = "tests/strategies/test_reference.py"
+REFERENCE_B = "tests/strategies/test_reference_b.py"
+REFERENCE_C = "tests/strategies/test_reference_c.py"
+REFERENCE_MORE = "tests/strategies/test_reference_more.py"
 
 
 @dataclass(frozen=True)
@@ -179,6 +182,142 @@ MUTATIONS = [
         'if store.round("pending") == accepted_round:',
         'if store.round("pending") is not None:',
         "tests/unit/test_state.py",
+    ),
+    Mutation(
+        "FedNova: steps aren t divided out",
+        "fedstrat/strategies/fednova.py",
+        "factors = [tau * weight / norm for",
+        "factors = [weight for",
+        REFERENCE_MORE,
+        "FedNova-float64",
+    ),
+    Mutation(
+        "q-FedAvg: h without its quadratic term",
+        "fedstrat/strategies/qfedavg.py",
+        "self.q * L**2 * squared_distance(u.params, state.params) / loss + L",
+        "L",
+        REFERENCE_MORE,
+        "QFedAvg and float64",
+    ),
+    Mutation(
+        "AFL: lambda falls with the loss",
+        "fedstrat/strategies/afl.py",
+        "raised[u.client] += self.lambda_lr",
+        "raised[u.client] -= self.lambda_lr",
+        REFERENCE_MORE,
+        "AFL and float64",
+    ),
+    Mutation(
+        "FedMGDA+: the box lost",
+        "fedstrat/strategies/fedmgdaplus.py",
+        "(p - self.epsilon).clamp(min=0.0)",
+        "torch.zeros_like(p)",
+        REFERENCE_B,
+        "FedMGDAPlus and float64",
+    ),
+    Mutation(
+        "FedGAMMA: SCAFFOLD without a perturbation",
+        "fedstrat/strategies/fedgamma.py",
+        "for n, _, grad in self.trainable}, self.rho, again)",
+        "for n, _, grad in self.trainable}, 0.0, again)",
+        REFERENCE_MORE,
+        "FedGAMMA and float64",
+    ),
+    Mutation(
+        "FedSMOO: sign of the drift",
+        "fedstrat/strategies/fedsmoo.py",
+        "y - self.initial[name] + self.drift[name]",
+        "y - self.initial[name] - self.drift[name]",
+        REFERENCE_MORE,
+        "FedSMOO and float64",
+    ),
+    Mutation(
+        "FedACG: no look-ahead",
+        "fedstrat/strategies/fedacg.py",
+        "params=moved(x, m, self.momentum)",
+        "params=x",
+        REFERENCE_MORE,
+        "FedACG and float64",
+    ),
+    Mutation(
+        "MOON: towards the previous model",
+        "fedstrat/strategies/moon.py",
+        "cosine(z, z_p) - cosine(z, z_g)",
+        "cosine(z, z_g) - cosine(z, z_p)",
+        REFERENCE_B,
+        "MOON and float64",
+    ),
+    Mutation(
+        "FedNTD: distils towards itself",
+        "fedstrat/strategies/fedntd.py",
+        "before = self.received(x)",
+        "before = logits",
+        REFERENCE_B,
+        "FedNTD and float64",
+    ),
+    Mutation(
+        "Normalised FedAvgM: length lost",
+        "fedstrat/strategies/normalisedfedavgm.py",
+        "alpha=1.0 / length",
+        "alpha=1.0",
+        REFERENCE_MORE,
+        "NormalisedFedAvgM and float64",
+    ),
+    Mutation(
+        "FedSPU: the gradient isn t masked",
+        "fedstrat/strategies/fedspu.py",
+        "gradient.mul_(self.chosen[name])",
+        "pass",
+        "tests/strategies/test_fedspu.py",
+        "nothing_outside",
+    ),
+    Mutation(
+        "FedSPU: weights of those who sent nothing",
+        "fedstrat/aggregation/units.py",
+        "(scale * n / weight[at])",
+        "(scale * n / sum(m for m, _, _ in sent))",
+        REFERENCE_C,
+        "FedSPU and float64",
+    ),
+    Mutation(
+        "FedCSPACK: the most similar packs",
+        "fedstrat/aggregation/packs.py",
+        "torch.sort(theta[candidates], stable=True)",
+        "torch.sort(-theta[candidates], stable=True)",
+        REFERENCE_C,
+        "FedCSPACK and top_k and float64",
+    ),
+    Mutation(
+        "FedCSPACK: error feedback forgets",
+        "fedstrat/strategies/fedcspack.py",
+        "e = self.unsent + (w - self.begun)",
+        "e = w - self.begun",
+        REFERENCE_C,
+        "error_feedback and float64",
+    ),
+    Mutation(
+        "Ditto: pushed away from the global model",
+        "fedstrat/strategies/ditto.py",
+        "FedProxRule(mu=self.lam, gamma=0.0)",
+        "FedProxRule(mu=-self.lam, gamma=0.0)",
+        REFERENCE_C,
+        "Ditto and float64",
+    ),
+    Mutation(
+        "FedFV: the highest losses are projected first",
+        "fedstrat/strategies/fedfv.py",
+        "order = sorted(range(m), key=losses.__getitem__)",
+        "order = sorted(range(m), key=losses.__getitem__, reverse=True)",
+        REFERENCE_B,
+        "FedFV and float64",
+    ),
+    Mutation(
+        "FedLF: the fairness objective downhill",
+        "fedstrat/strategies/fedlf.py",
+        "(even @ F) * F / norm**3 - even / norm",
+        "even / norm - (even @ F) * F / norm**3",
+        REFERENCE_B,
+        "FedLF and float64",
     ),
 ]
 

@@ -37,7 +37,7 @@ MULTIPLES = {
     **dict.fromkeys(
         ("fedavg", "fedavgm", "fedprox", "craft", "config", "fedsam", "ditto", "fedacg", "fednova"), (1, 1)
     ),
-    **dict.fromkeys(("qfedavg", "afl", "fedfv", "fedlf", "fedmgdaplus", "moon", "fedntd"), (1, 1)),
+    **dict.fromkeys(("qfedavg", "afl", "fedfv", "fedlf", "fedmgdaplus", "moon", "fedntd", "normalisedfedavgm"), (1, 1)),
 }
 
 
@@ -305,12 +305,22 @@ def test_multiples_of_the_model_that_travel(name: str) -> None:
     assert traffic.train_up_payload == 3 * up * per_client
 
 
+def test_the_readme_tells_the_same_multiples() -> None:
+    """Every algorithm has its row; what packs and sub-models have is measured in their own tests."""
+    lines = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8").splitlines()
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if line.startswith("| `")]
+    told = {row[0].strip("`"): tuple(row[2:4]) for row in rows if row[0].strip("`") in ALGORITHMS}
+    expected = {name: tuple(map(str, multiples)) for name, multiples in MULTIPLES.items()}
+    assert told == {**expected, "fedcspack": ("≤ 1", "< 1"), "fedspu": ("≈ r²", "≈ r²")}
+    assert set(told) == set(ALGORITHMS)
+
+
 # --- mishaps: in each round after the first, another one happens to client 1 -----------------------------------------
 
 
 def spot(content: RecordDict) -> tuple[str, str]:
     """An array of a reply to tamper with: a weight of the model, or of what travels instead."""
-    places = [("arrays", "hidden.weight"), ("arrays", "weight"), ("packs", "value")]
+    places = [(r, n) for r in ("arrays", "sub-model") for n in ("hidden.weight", "weight")] + [("packs", "value")]
     return next((r, n) for r, n in places if n in content.array_records.get(r, {}))
 
 
@@ -333,12 +343,12 @@ def with_infinite_statistic(content: RecordDict) -> RecordDict:
 
 
 def with_nan_in_an_extra(content: RecordDict) -> RecordDict | None:
-    extras = [name for name in content.array_records if name not in ("arrays", "buffers")]
+    extras = {r: content[r] for r in content.array_records if r not in ("arrays", "buffers")}
     if not extras:
         return None
-    name = next(n for n, a in content[extras[0]].items() if "float" in a.dtype)
-    nan = torch.full(tuple(content[extras[0]][name].shape), torch.nan)
-    return small.with_array(content, name, raw_array(nan), extras[0])
+    record, name = next((r, n) for r, arrays in extras.items() for n, a in arrays.items() if "float" in a.dtype)
+    nan = torch.full(tuple(content[record][name].shape), torch.nan)
+    return small.with_array(content, name, raw_array(nan), record)
 
 
 def other_metrics(content: RecordDict, **metrics: float) -> RecordDict:

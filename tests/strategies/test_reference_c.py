@@ -1,4 +1,4 @@
-"""FedCSPACK and Ditto against their NumPy twins, global and personal models; see test_reference.py."""
+"""FedCSPACK, FedSPU and Ditto against their NumPy twins, global and personal models; see test_reference.py."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,12 +8,12 @@ import pytest
 import torch
 from flwr.clientapp import ClientApp
 
-from fedstrat import CRAFT, Ditto, FedCSPACK
+from fedstrat import CRAFT, Ditto, FedCSPACK, FedSPU
 from fedstrat.aggregation.packs import select, to_packs
 from fedstrat.flower import client_id
 from fedstrat.local.state import open_store, peek
 from fedstrat.simulation import InProcessGrid
-from tests.reference import craft, ditto, fedcspack
+from tests.reference import craft, ditto, fedcspack, fedspu
 from tests.reference.problem import SHAPES, SIZES, Task, make_task
 from tests.strategies.problem import one_line, own_loop, run_config
 from tests.strategies.test_reference import CLIP, ROUNDS, TOLERANCE, Case, run
@@ -36,6 +36,9 @@ CASES = [
     Case(FedCSPACK, fedcspack.FedCSPACK, {"pack_size": 1}),  # a cosine is 1 or -1
     Case(FedCSPACK, fedcspack.FedCSPACK, {"pack_size": 73}),  # one pack: nothing is ever sent
     Case(FedCSPACK, fedcspack.FedCSPACK, {"pack_size": 100, "weights": "full"}),
+    Case(FedSPU, fedspu.FedSPU),
+    Case(FedSPU, fedspu.FedSPU, {"ratios": "0.3"}, {**CLIP, "momentum": 0.5}),
+    Case(FedSPU, fedspu.FedSPU, {"ratios": "1.0,0.05"}),
     Case(Ditto, ditto.Ditto, {"lam": 0.0}),
     Case(Ditto, ditto.Ditto, {"lam": 0.6}, {**CLIP, "momentum": 0.5}),
 ]
