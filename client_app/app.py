@@ -17,7 +17,8 @@ def train(msg: Message, context: Context) -> Message:
     from fedstrat.runs.model import initial_model  # noqa: PLC0415
 
     data = client_data(context.run_config, context.node_config, seed=_seed(msg, context))
-    return fedstrat.train(msg, context, initial_model(context.run_config, context.node_config), data.train)
+    model = initial_model(context.run_config, context.node_config)
+    return fedstrat.train(msg, context, model, data.train, test_data=data.test)
 
 
 @app.evaluate()

@@ -28,6 +28,7 @@ def train(
     epochs: int | None = None,
     batch_hook: Callable[[Any], Any] | None = None,
     names: Iterable[str] | Callable[[str], bool] | None = None,
+    test_data: "Iterable[Any] | Callable[[], Iterable[Any]] | None" = None,
 ) -> Message:
     """Answer a training message: load, train under the message's algorithm, reply.
 
@@ -44,6 +45,8 @@ def train(
             smaller means sets its own by ``local-epochs`` in its node config, which stands above all of these.
         batch_hook: Sees every batch before it is used; what it returns (if not None) takes its place.
         names: Entries of the ``state_dict`` that are exchanged, where it isn't the whole; see ``LocalSession``.
+        test_data: Batches (x, y) of this client's test data, or a function that gives them; used only where the server
+            asks for them (``evaluate_in_train``).
 
     Raises:
         ConfigError: No learning rate or number of epochs anywhere.
@@ -60,6 +63,8 @@ def train(
         num_examples = examples_of(loader)
         if session.lost or num_examples == 0:
             return session.reply(num_examples)
+        if session.evaluates_received and test_data is not None:
+            session.evaluate_received(test_data() if callable(test_data) else test_data, loss_fn)
         rate = _lr(lr, session.config, run, session.server_round)
         steps: dict[str, Any] = {
             "momentum": float(run.get("train.momentum", 0.0)),

@@ -23,6 +23,7 @@ from fedstrat.seeding import derive
 _PREFIX = "fedstrat."
 _PLUMBING = {
     "algorithm", "experiment-id", "accepted-round", "pack-content", "seed", "epochs-share", "evaluate-personal",
+    "evaluate-in-train",
 }  # fmt: skip
 logger = logging.getLogger("flwr")
 
@@ -68,6 +69,7 @@ class LocalSession:
         self.lost = False
         self._called: set[str] = set()
         self._loss_before = math.nan
+        self._received: dict[str, float] = {}
 
     @property
     def seed(self) -> int | None:
@@ -262,6 +264,27 @@ class LocalSession:
         self._called.add("loss_before")
         return self._loss_before
 
+    @property
+    def evaluates_received(self) -> bool:
+        """Whether the server asks how the received model does on this client's test data (``evaluate_in_train``)."""
+        return bool(self._own.get("evaluate-in-train"))
+
+    def evaluate_received(self, test_data: Iterable[Any], loss_fn: LossFunction) -> None:
+        """Evaluate the received model on test data before the first step, if the server asks; travels in the reply.
+
+        Args:
+            test_data: Yields batches (x, y).
+            loss_fn: Mean loss of a batch.
+        """
+        if not self.evaluates_received:
+            return
+        self._check_early("evaluate_received")
+        with loop.same_randomness(test_data):
+            correct, loss_sum, seen = loop.evaluate(self._model, test_data, loss_fn=loss_fn)
+        self._received = {
+            "received-num-examples": seen, "received-num-correct": correct, "received-loss-sum": loss_sum,
+        }  # fmt: skip
+
     def loss(self, x: Any, y: Any, loss_fn: LossFunction) -> torch.Tensor:
         """Return the algorithm's objective of one batch: ``loss_fn(model(x), y)``, and what MOON and FedNTD add to it.
 
@@ -289,6 +312,7 @@ class LocalSession:
             "num-examples": num_examples,
             "num-steps": self.rule.num_steps,
             "lr-sum": self.rule.lr_sum,
+            **self._received,
             **self.rule.metrics(),
         }
         if "loss_before" in self._called:

@@ -41,6 +41,8 @@ class RoundReport:
         fairness: The same, summarised over clients.
         personal: The clients' personal models, each on its own test data, summarised; None where there are none.
         elsewhere: The same models, each on the other clients' test data; None but in the last round.
+        received: The model of the round before, with which this one began, on the test data of the clients that trained
+            in this one; None but with ``evaluate_in_train``.
         server: What ``evaluate_fn`` returned.
         traffic: Bytes on the wire.
     """
@@ -57,5 +59,6 @@ class RoundReport:
     fairness: Fairness | None = None
     personal: Fairness | None = None
     elsewhere: Fairness | None = None
+    received: Fairness | None = None
     server: Mapping[str, float] = field(default_factory=dict)
     traffic: Traffic = field(default_factory=Traffic)

@@ -72,8 +72,9 @@ class RunConfig(RunKeys):
             ConfigError: Hyper-parameters of the algorithm contradict one another.
         """
         cls = algorithms()[self.algorithm].strategy
-        if "evaluate_personal" in cls.hypers:
-            settings.setdefault("evaluate_personal", self.evaluate_personal)
+        for name in ("evaluate_personal", "evaluate_in_train"):
+            if name in cls.hypers:
+                settings.setdefault(name, getattr(self, name))
         own = dict(self.hypers[self.algorithm])
         if isinstance(own.get("aggregator"), str):
             own["aggregator"] = algorithms()[own["aggregator"]].strategy(**self.hypers[own["aggregator"]])
@@ -298,9 +299,14 @@ def _contradictions(config: RunKeys) -> list[str]:
         )
     goals = {"target-accuracy": config.target_accuracy, "patience": config.patience}
     for name, goal in goals.items():
-        if goal and config.fraction_evaluate == 0.0:
+        if goal and config.fraction_evaluate == 0.0 and not config.evaluate_in_train:
             problems.append(
                 f"run config: '{name}' = {goal:g} needs evaluations, but 'fraction-evaluate' is 0; raise it,"
-                f" or set '{name}' to 0"
+                f" set 'evaluate-in-train' to true, or set '{name}' to 0"
             )
+    if config.evaluate_in_train and "evaluate_in_train" not in algorithms()[config.algorithm].strategy.hypers:
+        problems.append(
+            f"run config: 'evaluate-in-train' needs the model in the training messages, where '{config.algorithm}'"
+            " sends packs; set it to false"
+        )
     return problems

@@ -22,7 +22,9 @@ class Goals:
 
     def __call__(self, report: RoundReport) -> bool:
         """Take a round's report and say whether the run ends."""
-        return self.take(None if report.fairness is None else report.fairness.mean)
+        # What round 1 begins with is no result of the run.
+        scores = report.fairness or (report.received if report.round > 1 else None)
+        return self.take(None if scores is None else scores.mean)
 
     def take(self, mean: float | None) -> bool:
         """Take a round's mean accuracy; rounds without evaluation (None) count for nothing."""

@@ -1,7 +1,8 @@
 """The results folder of a run: written as the run goes, read back afterwards.
 
 * ``config.json``: everything that decides the run, with versions; written before round 1.
-* ``history.jsonl``: one JSON object per round, on disk before the next round begins.
+* ``history.jsonl``: one JSON object per round, on disk before the next round begins. With ``evaluate-in-train`` a
+  round's scores are added when the next round has them, and marked ``evaluated_in_train``.
 * ``clients.json``: what every client scored in the last evaluation.
 * ``model.safetensors``: the final model.
 * ``summary.json``: how the run ended; written at its end, also when it failed.
@@ -23,6 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from fedstrat.errors import ConfigError, StateError
+from fedstrat.metrics.fairness import Fairness
 from fedstrat.metrics.rounds import RoundReport
 from fedstrat.runs.resume import check_unchanged
 from fedstrat.runs.summary import SCORES, summarise
@@ -115,6 +117,11 @@ class RunFolder:
         """Append a finished round; a round that is there already, and all after it, give way."""
         if any(line["round"] >= report.round for line in self.history):
             self.history = [line for line in self.history if line["round"] < report.round]
+            self._rewrite_history()
+        if report.received is not None and self.history and self.history[-1]["mean"] is None:
+            # What this round's clients say about the model that they received is about the round before.
+            scores = {**_scores(report.received), "evaluated_in_train": True}
+            self.history[-1] |= json.loads(_json(scores))
             self._rewrite_history()
         line = json.loads(_json(_history_line(report, self.history)))
         with (self.path / "history.jsonl").open("a", encoding="utf-8") as file:
@@ -211,16 +218,14 @@ def load(path: str | Path) -> Recorded:
 
 
 def _history_line(report: RoundReport, before: list[dict[str, Any]]) -> dict[str, Any]:
-    fairness = dataclasses.asdict(report.fairness) if report.fairness else {}
     traffic = dataclasses.asdict(report.traffic)
     last: dict[str, Any] = before[-1] if before else {"total_bytes": {}, "total_seconds": 0.0}
     return {
         "round": report.round,
         "num_rounds": report.num_rounds,
         "aggregated": report.aggregated,
-        **{name: fairness.get(name) for name in SCORES},
-        "worst": fairness.get("worst"),
-        "num_evaluated": fairness.get("num_clients"),
+        **_scores(report.fairness),
+        "evaluated_in_train": False,
         "personal": None if report.personal is None else dataclasses.asdict(report.personal),
         "personal_elsewhere": None if report.elsewhere is None else dataclasses.asdict(report.elsewhere),
         "train": dict(report.train),
@@ -232,6 +237,15 @@ def _history_line(report: RoundReport, before: list[dict[str, Any]]) -> dict[str
         "total_seconds": last["total_seconds"] + report.seconds,
         "trained": list(report.trained),
         "failed": dict(report.failed),
+    }
+
+
+def _scores(fairness: Fairness | None) -> dict[str, Any]:
+    scores = dataclasses.asdict(fairness) if fairness else {}
+    return {
+        **{name: scores.get(name) for name in SCORES},
+        "worst": scores.get("worst"),
+        "num_evaluated": scores.get("num_clients"),
     }
 
 

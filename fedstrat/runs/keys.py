@@ -149,6 +149,10 @@ class RunKeys(Table):
         default=1.0, ge=0.0, le=1.0, description="share of the clients that evaluate; 0: no evaluation"
     )
     evaluate_every: int = Field(default=1, ge=1, description="evaluate after every so many rounds, and after the last")
+    evaluate_in_train: bool = Field(
+        default=False,
+        description="the clients that train first evaluate the model that they receive; only the last has a round trip",
+    )
     evaluate_personal: bool = Field(
         default=False, description="also evaluate each client's own trained model; FedCSPACK always does"
     )

@@ -22,7 +22,8 @@ def round_line(report: RoundReport, *, seconds_left: float | None = None) -> str
     """Describe a finished round in one line.
 
     For example ``round  3/30  loss  0.734  acc mean .801  best10 .990  worst10 .402  std .154  train up
-    1.2 MB  down   1.2 MB    0.8 s  left 21 s``. The bytes are those of training on the wire, from and to all
+    1.2 MB  down   1.2 MB    0.8 s  left 21 s``. Scores that were told in training are those of the model before it, and
+    say so. The bytes are those of training on the wire, from and to all
     clients together; what evaluation moved is in the history.
 
     Args:
@@ -32,7 +33,8 @@ def round_line(report: RoundReport, *, seconds_left: float | None = None) -> str
     width = len(str(report.num_rounds))
     parts = [
         f"round {report.round:{width}}/{report.num_rounds}",
-        _scores(report.fairness),
+        _scores(report.fairness or report.received),
+        *([] if report.fairness or not report.received else [f"(of round {report.round - 1})"]),
         *([] if report.personal is None else [_personal(report.personal)]),
         *([] if report.elsewhere is None else [f"elsewhere {_share(report.elsewhere.mean)}"]),
         f"train up {format_bytes(report.traffic.train_up_wire):>8}",

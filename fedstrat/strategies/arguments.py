@@ -31,4 +31,7 @@ class CommonArguments(Configured):
     max_failed_rounds: int = hyper(default=3, ge=1, doc="failed rounds in a row that end the run")
     max_update_norm: float | None = hyper(default=None, gt=0.0, doc="clips |y_i - x| of every client")
     evaluate_personal: bool = hyper(default=False, doc="also evaluate each client's own trained model on its test data")
+    evaluate_in_train: bool = hyper(
+        default=False, doc="clients that train first evaluate the received model on their test data"
+    )
     straggler_share: float = hyper(default=0.0, ge=0.0, le=1.0, doc="share of a cohort that runs fewer epochs")

@@ -79,6 +79,7 @@ class FedStrategy(ServerHalf[State, Up], Strategy):
         self.fairness: Fairness | None = None
         self.personal: Fairness | None = None
         self.elsewhere: Fairness | None = None
+        self.received: Fairness | None = None
         self.diagnostics: dict[str, float] = {}
         self._sent: list[Message] = []
         self.wrapper: str | None = None
@@ -135,7 +136,7 @@ class FedStrategy(ServerHalf[State, Up], Strategy):
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
         """Draw a cohort and build its messages."""
-        self.trained, self.failed, self.diagnostics = (), {}, {}
+        self.trained, self.failed, self.diagnostics, self.received = (), {}, {}, None
         if self.fraction_train == 0.0:
             return []
         self._adopt(arrays)
@@ -161,6 +162,7 @@ class FedStrategy(ServerHalf[State, Up], Strategy):
         """
         self.trained, self.diagnostics = (), {}
         contents, updates = self._take_in(server_round, list(replies))
+        self.received = fairness(intake.read_received(contents, updates, server_round, self._keys))
         if len(updates) < self.min_replies:
             return self._no_step(server_round, f"{len(updates)} usable replies, expected at least {self.min_replies}")
         if self.wrapper is not None:
@@ -179,7 +181,10 @@ class FedStrategy(ServerHalf[State, Up], Strategy):
         self.trained = tuple(u.client for u in updates)
         self.accepted.update(dict.fromkeys(self.trained, server_round))
         self.failed_rounds = 0
-        return self.arrays, (self.train_metrics_aggr_fn or mean_record)(contents, self.weighted_by_key)
+        metrics = (self.train_metrics_aggr_fn or mean_record)(contents, self.weighted_by_key)
+        for counted in () if self.train_metrics_aggr_fn else intake.RECEIVED:
+            metrics.pop(counted, None)
+        return self.arrays, metrics
 
     def _take_in(self, server_round: int, replies: list[Message]) -> tuple[list[RecordDict], list[Update[Up]]]:
         expected = intake.Expected(

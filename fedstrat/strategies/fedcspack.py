@@ -170,6 +170,7 @@ class FedCSPACK(FedStrategy[CspackState, CspackUpdate]):
     sends_model = False
     stateful_clients = True
     evaluate_personal = True
+    evaluate_in_train = False  # packs travel, not the model
 
     pack_size: int = hyper(default=1024, ge=1, symbol="B", doc="parameters in a pack")
     top_k: int | None = hyper(default=None, ge=1, symbol="K", doc="largest number of packs a client sends")

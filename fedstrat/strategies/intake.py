@@ -16,6 +16,9 @@ from fedstrat.payloads import Layout, Params, Payload, Update, check_like, decod
 logger = logging.getLogger("flwr")
 
 _ELSEWHERE = "personal-elsewhere-"
+_RECEIVED = "received-"
+RECEIVED = tuple(_RECEIVED + counted for counted in ("num-examples", "num-correct", "loss-sum"))
+"""Metrics of a training reply about the model as it was received (``evaluate_in_train``)."""
 _DEAD_WORKER = re.compile(
     r"<class 'ray\.exceptions\.((?:RayActor|ActorDied|WorkerCrashed|OutOfMemory|NodeDied)Error)'>"
 )
@@ -284,19 +287,34 @@ def read_evaluations(
     return contents, counts, personal, elsewhere
 
 
+def read_received(contents: list[RecordDict], updates: list[Update[Any]], server_round: int, keys: Keys) -> Counts:
+    """Read what the clients of good training replies say about the model that they received."""
+    counts: Counts = {}
+    for content, update in zip(contents, updates, strict=True):
+        try:
+            read = read_counts(content, Keys(keys.arrays, _RECEIVED + "num-examples"), prefix=_RECEIVED)
+        except PayloadError as error:
+            logger.warning("round %d: evaluation of client %s is dropped: %s", server_round, update.client, error)
+            continue
+        if read is not None:
+            counts[update.client] = read
+    return counts
+
+
 def read_counts(content: RecordDict, keys: Keys, prefix: str = "") -> tuple[int, float, int] | None:
     """Read ``(num-correct, loss-sum, num-examples)`` of an evaluation reply; None where the client doesn't count.
 
     Args:
         content: The reply.
         keys: Record names.
-        prefix: "personal-" for the client's own model, "personal-elsewhere-" for it on others' data.
+        prefix: "personal-" for the client's own model, "personal-elsewhere-" for it on others' data, "received-" for
+            the global model in a training reply.
 
     Raises:
         PayloadError: A count is negative, NaN, or there are more correct than examples.
     """
     metrics = _metrics(content)
-    if prefix == _ELSEWHERE and f"{prefix}num-correct" not in metrics:
+    if prefix in (_ELSEWHERE, _RECEIVED) and f"{prefix}num-correct" not in metrics:
         return None
     num_examples = number(metrics, keys.weight)
     if num_examples < 0:

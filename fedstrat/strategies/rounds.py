@@ -15,7 +15,7 @@ from fedstrat.errors import RunFailedError
 from fedstrat.flower import exchange
 from fedstrat.metrics.rounds import RoundReport, Traffic
 from fedstrat.metrics.traffic import array_payload_bytes, count
-from fedstrat.strategies.metrics import log_end, log_start
+from fedstrat.strategies.metrics import fairness_metrics, log_end, log_start
 from fedstrat.strategies.state import Snapshot
 
 if TYPE_CHECKING:
@@ -43,7 +43,8 @@ class Abilities:
 
     Attributes:
         on_round: Called with every round's report, also with that of a round that ends the run.
-        evaluate_every: Evaluate on the clients after every so many rounds, and after the last.
+        evaluate_every: Evaluate on the clients after every so many rounds, and after the last. With the strategy's
+            ``evaluate_in_train`` all but the last of these take place in the training of the next round.
         should_end: Asked after every round whether the run has reached its goal.
         checkpoints: Where rounds are saved, each before it is acknowledged to the clients.
         resume: Go on after this snapshot, instead of from ``initial_arrays``.
@@ -117,12 +118,17 @@ class RoundLoop:
         self._traffic: dict[str, tuple[int, int]] = {}
         self._dense = 0
         failure: RunFailedError | None = None
+        ends, last = False, server_round == self.num_rounds
         try:
             self._train(server_round)
-            self._evaluate(server_round)
+            self._evaluate(server_round, last=last)
             self._evaluate_on_server(server_round)
-            if server_round == self.num_rounds and not self.succeeded and self.strategy.fraction_train > 0.0:
+            if last and not self.succeeded and self.strategy.fraction_train > 0.0:
                 raise RunFailedError(f"no round of {self.num_rounds} succeeded: {self.strategy.failure_reasons()}")
+            goal = self.abilities.should_end
+            ends = goal is not None and goal(self._report(server_round, time.monotonic() - begun))
+            if ends and not last and self.strategy.evaluate_in_train:
+                self._evaluate(server_round, last=True)  # no training of a next round does it
         except RunFailedError as error:
             error.result = self.result  # the last good model is never lost
             failure = error
@@ -131,13 +137,15 @@ class RoundLoop:
             self.abilities.on_round(report)
         if failure is not None:
             raise failure
-        ends = self.abilities.should_end is not None and self.abilities.should_end(report)
-        self._save(server_round, last=ends or server_round == self.num_rounds)
+        self._save(server_round, last=ends or last)
         return ends
 
     def _train(self, server_round: int) -> None:
-        arrays = self.result.arrays
-        messages = self.strategy.configure_train(server_round, arrays, self.train_config, self.grid)
+        arrays, config = self.result.arrays, self.train_config
+        in_train = self.strategy.evaluate_in_train and self._due(server_round - 1)
+        if in_train:
+            config = ConfigRecord({**config, "fedstrat.evaluate-in-train": True})
+        messages = self.strategy.configure_train(server_round, arrays, config, self.grid)
         sent, replies = self._exchange("train", messages, server_round)
         self._dense = 2 * len(sent) * sum(array_payload_bytes(array) for array in arrays.values())
         if sent:
@@ -146,10 +154,19 @@ class RoundLoop:
             self.succeeded += new is not None
             self.result.arrays = arrays if new is None else new
             _keep(self.result.train_metrics_clientapp, server_round, metrics)
+            received = self.strategy.received
+            if received is not None and server_round - 1 not in self.result.evaluate_metrics_clientapp:
+                record = MetricRecord(dict(fairness_metrics(received)))
+                _keep(self.result.evaluate_metrics_clientapp, server_round - 1, record)
+            if in_train and received is None:
+                logger.warning("round %d: no client told how it does on the received model", server_round)
 
-    def _evaluate(self, server_round: int) -> None:
+    def _due(self, server_round: int) -> bool:
+        return server_round % max(self.abilities.evaluate_every, 1) == 0
+
+    def _evaluate(self, server_round: int, *, last: bool) -> None:
         self.strategy.counts = self.strategy.fairness = self.strategy.personal = self.strategy.elsewhere = None
-        if server_round % max(self.abilities.evaluate_every, 1) and server_round != self.num_rounds:
+        if not last and (self.strategy.evaluate_in_train or not self._due(server_round)):
             return
         config = self.evaluate_config
         if self.strategy.evaluate_personal and server_round == self.num_rounds:
@@ -214,6 +231,7 @@ class RoundLoop:
             fairness=strategy.fairness,
             personal=strategy.personal,
             elsewhere=strategy.elsewhere,
+            received=strategy.received,
             server=floats(self.result.evaluate_metrics_serverapp),
             traffic=Traffic(
                 train_down_payload=down[0],

@@ -151,6 +151,7 @@ def client_app(
     epochs: int | Callable[[int], int] = 1,
     loss_fn: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = cross_entropy,
     raises: Iterable[tuple[int, str]] = (),
+    test_data: Callable[[int], Iterable[Any]] | None = None,
 ) -> ClientApp:
     """Clients that leave the work to fedstrat; ``raises`` holds the (round, client) pairs whose training fails."""
     app, failing = ClientApp(), set(raises)
@@ -162,11 +163,15 @@ def client_app(
             raise OSError("the disk is full")
         rate = lr if isinstance(lr, float) else lr(t)
         passes = epochs if isinstance(epochs, int) else epochs(t)
-        return fedstrat.train(msg, context, model(), loader(client), loss_fn=loss_fn, lr=rate, epochs=passes)
+        test = None if test_data is None else lambda: test_data(client)
+        return fedstrat.train(
+            msg, context, model(), loader(client), loss_fn=loss_fn, lr=rate, epochs=passes, test_data=test
+        )
 
     @app.evaluate()
     def evaluate(msg: Message, context: Context) -> Message:
-        return fedstrat.evaluate(msg, context, model(), loader(client_of(context)), loss_fn=loss_fn)
+        data = (test_data or loader)(client_of(context))
+        return fedstrat.evaluate(msg, context, model(), data, loss_fn=loss_fn)
 
     @app.query()
     def query(msg: Message, context: Context) -> Message:
