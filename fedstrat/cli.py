@@ -71,6 +71,10 @@ def run(
         Path | None,
         typer.Option(metavar="DIR", help="Where to make the results folder; without it: ./results."),
     ] = None,
+    ray_address: Annotated[
+        str,
+        typer.Option(metavar="HOST:PORT", help="Simulate on this Ray cluster; without it: on this machine alone."),
+    ] = "",
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show the whole log.")] = False,
 ) -> None:
     """Run a federation, show a line per round, and print the results folder as the last line.
@@ -79,7 +83,7 @@ def run(
     """
     from fedstrat.runs.launch import RunRequest, launch  # noqa: PLC0415  (needn't be read for --help)
 
-    raise typer.Exit(launch(RunRequest(connection, config or (), app_dir, results_dir, verbose)))
+    raise typer.Exit(launch(RunRequest(connection, config or (), app_dir, results_dir, verbose, ray_address)))
 
 
 if __name__ == "__main__":

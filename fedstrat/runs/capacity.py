@@ -28,20 +28,19 @@ class Capacity:
         limit: What keeps this number from being larger, in words.
         gpus: GPUs in use.
         gpu_share: The part of one GPU that each client gets; 0 without GPUs.
+        ours: Whether the simulation starts Ray; one that exists already has its size.
     """
 
     at_once: int
     limit: str
     gpus: int = 0
     gpu_share: float = 0.0
+    ours: bool = True
 
     def federation(self, num_clients: int) -> str:
         """The federation config that tells Flower's simulation engine so."""
-        return (
-            f"num-supernodes={num_clients} client-resources-num-cpus=1 "
-            f"client-resources-num-gpus={self.gpu_share} "
-            f"init-args-num-cpus={self.at_once} init-args-num-gpus={self.gpus}"
-        )
+        clients = f"num-supernodes={num_clients} client-resources-num-cpus=1 client-resources-num-gpus={self.gpu_share}"
+        return clients + (f" init-args-num-cpus={self.at_once} init-args-num-gpus={self.gpus}" if self.ours else "")
 
 
 def plan(num_clients: int, cores: int, gpu_bytes: Sequence[int] = ()) -> Capacity:

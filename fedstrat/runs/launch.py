@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from fedstrat.errors import ConfigError, RunFailedError, nearest
-from fedstrat.runs import capacity
+from fedstrat.runs import capacity, cluster
 from fedstrat.runs.flowercli import NO_TALKING, FlowerCLI, scripts_first
 from fedstrat.runs.follow import Submission, follow
 from fedstrat.runs.interrupts import Interrupted, signals_interrupt
@@ -40,6 +40,7 @@ class RunRequest:
         app: Folder of the Flower app; None looks in the working directory, then where fedstrat lies.
         results_dir: Folder in which the run makes its results folder.
         verbose: Whether to show the whole log.
+        ray_address: ``HOST:PORT`` of a Ray cluster to simulate on; "" simulates on this machine alone.
     """
 
     connection: str | None = None
@@ -47,6 +48,7 @@ class RunRequest:
     app: Path | None = None
     results_dir: Path | None = None
     verbose: bool = False
+    ray_address: str = ""
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,8 @@ def launch(request: RunRequest) -> int:
     Raises:
         ConfigError: The request is wrong; nothing was started.
     """
+    if request.connection is not None and request.ray_address:
+        raise ConfigError("--ray-address is for a simulation, and a connection for what is behind it; give one of them")
     app = find_app(request.app)
     defaults = read_app(app)
     given = read_pairs(request.pairs, defaults)
@@ -86,11 +90,11 @@ def launch(request: RunRequest) -> int:
     with signals_interrupt():
         try:
             if request.connection is None:
-                environment, share = _share_machine(plan)
+                environment, share = _share_machine(plan, request.ray_address)
                 folder = _take_folder(plan)
                 _announce(plan)
                 _say(f"clients at once: {share.at_once} ({share.limit})")
-                with LocalSuperLink(environment) as superlink:
+                with LocalSuperLink(environment, request.ray_address) as superlink:
                     submission = plan.submission(share.federation(plan.config.num_clients), folder)
                     follow(superlink.cli, submission, superlink.folder)
             else:
@@ -178,12 +182,17 @@ def connection_address(flwr_home: Path, name: str) -> str:
     return str(named[name].get("address", ""))
 
 
-def _share_machine(plan: _Plan) -> tuple[dict[str, str], capacity.Capacity]:
+def _share_machine(plan: _Plan, ray_address: str = "") -> tuple[dict[str, str], capacity.Capacity]:
     """Choose GPUs and the number of clients at once for a simulation; returns the environment for it too."""
     config = plan.config
     if config.num_clients < 1:
         raise ConfigError("num-clients=0: expected 1 or more, because a local simulation makes the clients")
     device = config.train.device
+    if ray_address:
+        share = cluster.plan(cluster.nodes(ray_address), device)
+        if device == "auto":
+            plan.given["train.device"] = "cuda" if share.gpu_share else "cpu"
+        return dict(os.environ), share
     gpu_bytes = capacity.gpu_memory() if device == "auto" or device.startswith("cuda") else []
     gpus, warning = capacity.choose_gpus(device, gpu_bytes)
     environment = dict(os.environ)

@@ -37,18 +37,19 @@ class LocalSuperLink:
 
     Args:
         environment: Environment variables to start from.
+        ray_address: ``HOST:PORT`` of a Ray cluster to simulate on, which is left as it is; "": Ray is started, too.
 
     Attributes:
         folder: Its temporary folder.
         port: Its port on 127.0.0.1.
     """
 
-    def __init__(self, environment: Mapping[str, str]) -> None:
-        self._given = environment
+    def __init__(self, environment: Mapping[str, str], ray_address: str = "") -> None:
+        self._given, self._ray_address = environment, ray_address
 
     def __enter__(self) -> Self:
         for attempt in range(1, _ATTEMPTS + 1):
-            self.folder = _temporary_folder()
+            self.folder = _temporary_folder(sockets=not self._ray_address)
             self.port = _free_port()
             self._process = self._start()
             try:
@@ -77,12 +78,12 @@ class LocalSuperLink:
         environment = scripts_first(self._given) | NO_TALKING
         environment |= {
             "FLWR_HOME": str(self.folder / "home"),
-            "RAY_TMPDIR": str(self.folder),
             "RAY_USAGE_STATS_ENABLED": "0",
             "NO_PROXY": ",".join(filter(None, [self._given.get("NO_PROXY"), "127.0.0.1,localhost"])),
             "no_proxy": ",".join(filter(None, [self._given.get("no_proxy"), "127.0.0.1,localhost"])),
         }
-        environment.pop("RAY_ADDRESS", None)  # or the clients would run in that cluster, with its code
+        environment.pop("RAY_ADDRESS", None)  # a cluster is only used where it was asked for
+        environment |= {"RAY_ADDRESS": self._ray_address} if self._ray_address else {"RAY_TMPDIR": str(self.folder)}
         # An entry that depends on the working directory means another place there.
         paths = [path for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path]
         environment["PYTHONPATH"] = os.pathsep.join(str(Path(path).absolute()) for path in paths)
@@ -128,9 +129,9 @@ class LocalSuperLink:
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
-def _temporary_folder() -> Path:
+def _temporary_folder(*, sockets: bool) -> Path:
     folder = Path(tempfile.mkdtemp(prefix="fedstrat-")).resolve()
-    if len(os.fsencode(folder / _RAY_SOCKET)) < _SOCKET_PATH_BYTES:
+    if not sockets or len(os.fsencode(folder / _RAY_SOCKET)) < _SOCKET_PATH_BYTES:
         return folder
     folder.rmdir()
     return Path(tempfile.mkdtemp(prefix="fedstrat-", dir="/tmp")).resolve()

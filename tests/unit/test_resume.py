@@ -33,7 +33,7 @@ def test_naming_the_folder_is_enough(tmp_path, monkeypatch):
     moved = folder.rename(tmp_path / "new")
     plans = []
 
-    def keep(plan):
+    def keep(plan, _):
         plans.append((launch._take_folder(plan), plan))
         raise KeyboardInterrupt
 
