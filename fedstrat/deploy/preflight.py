@@ -14,6 +14,10 @@ _CONNECT_SECONDS = 5.0
 _POLL_SECONDS = 0.5
 
 
+class UntrustedError(RunFailedError):
+    """The server's certificate isn't one that this machine should trust."""
+
+
 def split_address(address: str) -> tuple[str, int]:
     """Split ``HOST:PORT``; an IPv6 host stands in brackets.
 
@@ -39,7 +43,8 @@ def check(address: str, root_certificates: Path, *, wait_seconds: float = 0.0) -
 
     Raises:
         ConfigError: ``address`` or the authority's file is wrong.
-        RunFailedError: No server, or one that must not be trusted; says what to do.
+        UntrustedError: The server must not be trusted; says what to do.
+        RunFailedError: No server answers.
     """
     host, port = split_address(address)
     try:
@@ -52,7 +57,7 @@ def check(address: str, root_certificates: Path, *, wait_seconds: float = 0.0) -
         try:
             return _greet(host, port, context)
         except ssl.SSLCertVerificationError as error:
-            raise RunFailedError(_explain(error, host, port, root_certificates)) from None
+            raise UntrustedError(_explain(error, host, port, root_certificates)) from None
         except (OSError, EOFError) as error:
             if time.monotonic() >= deadline:
                 raise RunFailedError(

@@ -13,7 +13,7 @@ from fedstrat.errors import ConfigError, RunFailedError, nearest
 from fedstrat.runs.flowercli import NO_TALKING, executable, scripts_first
 
 RECORD = "registered.json"
-_SECONDS = 60.0
+_SECONDS = 120.0  # as for the other commands of flwr; a busy machine needs some of it
 _IN_USE = "already in use"
 
 

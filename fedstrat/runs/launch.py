@@ -13,9 +13,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from fedstrat.errors import ConfigError, RunFailedError, nearest
+from fedstrat.errors import ConfigError, FedstratError, RunFailedError, nearest
 from fedstrat.runs import capacity, cluster
 from fedstrat.runs.flowercli import NO_TALKING, FlowerCLI, scripts_first
 from fedstrat.runs.follow import Submission, follow
@@ -160,8 +160,8 @@ def run_name(config: "RunConfig", now: datetime) -> str:
     return f"{now:%Y%m%d-%H%M%S}-{config.algorithm}-{config.dataset.name}"
 
 
-def connection_address(flwr_home: Path, name: str) -> str:
-    """The address of a SuperLink connection; empty for the one that Flower itself makes.
+def connection_settings(flwr_home: Path, name: str) -> dict[str, Any]:
+    """What Flower's config.toml says of a SuperLink connection; nothing of the one that Flower itself makes.
 
     Raises:
         ConfigError: Flower's config.toml holds no such connection.
@@ -170,7 +170,7 @@ def connection_address(flwr_home: Path, name: str) -> str:
     try:
         connections = tomllib.loads(file.read_text(encoding="utf-8")).get("superlink", {})
     except FileNotFoundError:
-        return ""  # Flower makes it, with its own default connections
+        return {}  # Flower makes it, with its own default connections
     except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"can't read {file}: {error}") from None
     named = {key: value for key, value in connections.items() if isinstance(value, dict)}
@@ -179,7 +179,7 @@ def connection_address(flwr_home: Path, name: str) -> str:
             f"there is no SuperLink connection '{name}' in {file}{nearest(name, named)} "
             f"It holds: {', '.join(named) or 'none'}. Without a connection the clients are simulated here."
         )
-    return str(named[name].get("address", ""))
+    return dict(named[name])
 
 
 def _share_machine(plan: _Plan, ray_address: str = "") -> tuple[dict[str, str], capacity.Capacity]:
@@ -244,13 +244,15 @@ def _make(parent: Path, name: str) -> Path:
 def _connect(plan: _Plan, connection: str) -> tuple[FlowerCLI, Path | None]:
     """Flower's commands against a named connection, and the results folder if it's on this machine."""
     flwr_home = Path(os.environ.get("FLWR_HOME") or "~/.flwr").expanduser().absolute()
-    address = connection_address(flwr_home, connection)
+    settings = connection_settings(flwr_home, connection)
+    address = str(settings.get("address", ""))
     environment = scripts_first(os.environ) | NO_TALKING
     if not address or address.startswith(":local"):
         flwr_home.mkdir(parents=True, exist_ok=True)
         # Flower may start this one, here and in the working directory of its command. Packages there win over
         # the app's own, so that must not be where the user is.
         return FlowerCLI(connection, environment, flwr_home), _take_folder(plan)
+    _check_trust(address, str(settings.get("root-certificates", "")))
     parent = plan.config.results_dir
     if parent and not Path(parent).is_absolute():
         raise ConfigError(
@@ -261,6 +263,25 @@ def _connect(plan: _Plan, connection: str) -> tuple[FlowerCLI, Path | None]:
         name = run_name(plan.config, datetime.now().astimezone())
         plan.given["results-dir"] = str(Path(parent) / name)
     return FlowerCLI(connection, environment, Path.cwd()), None
+
+
+def _check_trust(address: str, root_certificates: str) -> None:
+    """Refuse a SuperLink whose certificate is wrong: Flower would only say that it can't be reached.
+
+    Raises:
+        RunFailedError: Says what is wrong with it, and what to do.
+    """
+    if not root_certificates:
+        return
+    from fedstrat.deploy import preflight  # noqa: PLC0415  (only here)
+
+    try:
+        preflight.check(address, Path(root_certificates))
+    except preflight.UntrustedError as error:
+        again = f"fedstrat keys check {address} --root-certificates {root_certificates}"
+        raise RunFailedError(f"{error}. To check it again: {again}") from None
+    except FedstratError:
+        return  # Flower may see it otherwise, for example through a proxy
 
 
 def _federation(num_clients: int) -> str:

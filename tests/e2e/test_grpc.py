@@ -2,12 +2,12 @@
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from flwr.app import Context, RecordDict
+from flwr.app import Context, Message, RecordDict
 
 import client_app.app
 import server_app.app
@@ -40,12 +40,31 @@ def federation() -> Iterator[Federation]:
         yield made
 
 
-def in_process(federation: Federation, folder: Path, settings: dict[str, object]) -> Path:
-    """The same run through the same two apps, in this process; returns its results folder."""
+class Losing(InProcessGrid):
+    """Loses the training replies of some clients in some rounds."""
+
+    lost: frozenset[tuple[int, str]] = frozenset()
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        return [reply for reply in super().pull_messages(message_ids) if not self._is_lost(reply)]
+
+    def _is_lost(self, reply: Message) -> bool:
+        about = reply.content.config_records.get("client", {}) if reply.has_content() else {}
+        return (about.get("trained-round"), about.get("client-id")) in self.lost
+
+
+def in_process(
+    federation: Federation, folder: Path, settings: dict[str, object], lost: Iterable[tuple[int, str]] = ()
+) -> Path:
+    """The same run through the same two apps, in this process; returns its results folder.
+
+    ``lost`` holds the (round, client) pairs whose replies never arrive.
+    """
     configs = [federation.node_config(node, folder / "state" / node) for node in federation.nodes]
     given = {name.replace("__", ".").replace("_", "-"): value for name, value in settings.items()}
     flat = {**config.defaults(), **given, "results-dir": str(folder / "results")}
-    grid = InProcessGrid(client_app.app.app, len(configs), node_configs=configs, run_config=flat)
+    grid = Losing(client_app.app.app, len(configs), node_configs=configs, run_config=flat)
+    grid.lost = frozenset(lost)
     context = Context(run_id=1, node_id=1, node_config={}, state=RecordDict(), run_config=flat)
     server_app.app.app(grid=grid, context=context)
     assert grid.errors == []
@@ -121,4 +140,22 @@ def test_a_superlink_of_another_authority_is_not_trusted(federation, tmp_path):
     )
     assert ended.code != 0
     assert "wasn't issued by the authority in" in ended.err
+    assert ended.seconds < 15.0
+
+
+def test_a_run_through_a_connection_with_another_authority_says_so(federation, tmp_path):
+    Keyring(tmp_path).make([])
+    wrong = tmp_path / "operator/ca.crt"
+    settings = federation.home / "config.toml"
+    before = settings.read_text()
+    settings.write_text(before.replace(f"{federation.keys}/operator/ca.crt", str(wrong)))
+    try:
+        ended = federation.run(num_clients=2)
+    finally:
+        settings.write_text(before)
+    assert ended.code == 1
+    address = f"127.0.0.1:{federation.ports['superlink']}"
+    assert f"the certificate of {address} " in ended.err
+    assert f"wasn't issued by the authority in {wrong}" in ended.err
+    assert f"fedstrat keys check {address} --root-certificates {wrong}" in ended.err
     assert ended.seconds < 15.0
