@@ -3,6 +3,7 @@
 torch is imported inside the handlers that need it, so a query is answered without it.
 """
 
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sized
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
     import torch
 
     from fedstrat.local.rule import LossFunction
+
+logger = logging.getLogger("flwr")
 
 
 def train(
@@ -130,6 +133,8 @@ def evaluate(
         load_arrays(model, model_record(msg), names)
         correct, loss_sum, seen = loop.evaluate(model, loader, loss_fn=loss_fn or _cross_entropy())
         metrics = MetricRecord({"num-examples": seen, "num-correct": correct, "loss-sum": loss_sum})
+        if asks_for(msg, "sharpness") and (risen := _sharpness(model, loader, loss_fn or _cross_entropy())) is not None:
+            metrics["sharpness"] = risen
         if asks_for(msg, "evaluate-personal"):
             # A client that never trained has no model of its own yet: its personal model is the global one.
             if load_own(msg, context, model):
@@ -168,6 +173,17 @@ def examples_of(loader: Iterable[Any]) -> int:
         if isinstance(owner, Sized):
             return len(owner)
     return sum(len(y) for _, y in loader)
+
+
+def _sharpness(model: "torch.nn.Module", loader: Iterable[Any], loss_fn: "LossFunction") -> float | None:
+    """Explains a result, so it may never cost one: None where this loss has no gradient or memory is short."""
+    from fedstrat.local.sharpness import sharpness  # noqa: PLC0415
+
+    try:
+        return sharpness(model, loader, loss_fn)
+    except RuntimeError as error:
+        logger.warning("the sharpness of the model isn't measured here: %s", error)
+        return None
 
 
 def _about(context: Context) -> ConfigRecord:

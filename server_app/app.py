@@ -75,6 +75,7 @@ def main(grid: Grid, context: Context) -> None:
                 should_end=goals,
                 checkpoints=checkpoints,
                 resume=snapshot,
+                diagnostics=run.diagnostics,
             )
         arrays, status = result.arrays, "completed"
         if goals.reason:

@@ -18,6 +18,8 @@ from typing import Literal
 
 import torch
 
+from fedstrat.aggregation.conflict import BLOCK_COLUMNS
+
 Tensors = Mapping[str, torch.Tensor]
 Weights = Literal["dual", "cosine", "kl", "full"]
 
@@ -182,3 +184,27 @@ def merge(
     base = x[rows].to(torch.float64) if content == "delta" else 0.0
     moved[rows] = (accumulated + base).to(x.dtype)
     return moved, changed
+
+
+def gram(
+    x: torch.Tensor, sent: Sequence[tuple[torch.Tensor, torch.Tensor]], *, content: Literal["delta", "weights"]
+) -> torch.Tensor:
+    """Return the inner products of what the clients' packs move, zero where a pack wasn't sent, (m, m), float64.
+
+    Args:
+        x: Global packs, shape (P, B).
+        sent: Per client (index (K,), value (K, B)).
+        content: Whether values are ``w_j - x_j`` or ``w_j``.
+    """
+    products = torch.zeros(len(sent), len(sent), dtype=torch.float64)
+    chunk = max(1, BLOCK_COLUMNS // x.shape[1])
+    for start in range(0, len(x), chunk):
+        at = x[start : start + chunk].to(torch.float64)
+        block = torch.zeros(len(sent), *at.shape, dtype=torch.float64)
+        for row, (index, value) in zip(block, sent, strict=True):
+            here = (index >= start) & (index < start + len(at))
+            places = index[here].long() - start
+            row[places] = value[here].to(torch.float64) - (at[places] if content == "weights" else 0.0)
+        flat = block.flatten(1)
+        products.addmm_(flat, flat.T)
+    return products

@@ -414,7 +414,8 @@ def asks_for(msg: Message, what: str) -> bool:
 
     Args:
         msg: The message.
-        what: "evaluate-personal" (the client's own model too), "generalisation" (that model on other clients' data).
+        what: "evaluate-personal" (the client's own model too), "generalisation" (that model on other clients' data),
+            "sharpness" (of the loss around the model).
     """
     return any(bool(record.get(_PREFIX + what)) for record in msg.content.config_records.values())
 

@@ -36,7 +36,9 @@ class RoundReport:
         trained: Ids of the clients whose replies were aggregated, in order.
         failed: Client id -> why its reply could not be used.
         train: Example-weighted means of the clients' training metrics.
-        diagnostics: Numbers of the algorithm itself, such as CRAFT's rank.
+        diagnostics: Numbers of the algorithm itself, such as CRAFT's rank, and about the updates and the model; see
+            docs/report.md.
+        layers: Layer -> how far the clients' updates of it agree.
         counts: Client id -> (correct, summed loss, examples) on its own test data; None when not evaluated.
         fairness: The same, summarised over clients.
         personal: The clients' personal models, each on its own test data, summarised; None where there are none.
@@ -55,6 +57,7 @@ class RoundReport:
     failed: Mapping[str, str] = field(default_factory=dict)
     train: Mapping[str, float] = field(default_factory=dict)
     diagnostics: Mapping[str, float] = field(default_factory=dict)
+    layers: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     counts: Mapping[str, tuple[int, float, int]] | None = None
     fairness: Fairness | None = None
     personal: Fairness | None = None

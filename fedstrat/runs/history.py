@@ -230,6 +230,7 @@ def _history_line(report: RoundReport, before: list[dict[str, Any]]) -> dict[str
         "personal_elsewhere": None if report.elsewhere is None else dataclasses.asdict(report.elsewhere),
         "train": dict(report.train),
         "diagnostics": dict(report.diagnostics),
+        "layers": report.layers,
         "server": dict(report.server),
         "bytes": traffic,
         "total_bytes": {name: last["total_bytes"].get(name, 0) + count for name, count in traffic.items()},

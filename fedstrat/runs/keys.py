@@ -176,6 +176,11 @@ class RunKeys(Table):
     patience: int = Field(
         default=0, ge=0, description="evaluations without a better mean accuracy that end the run; 0: off"
     )
+    diagnostics: Literal["off", "light", "full"] = Field(
+        default="light",
+        description="numbers that explain results: light has conflict and drift every round and the final sharpness,"
+        " full the sharpness at every evaluation",
+    )
     dataset: DatasetKeys = DatasetKeys()
     model: ModelKeys = ModelKeys()
     train: TrainKeys = TrainKeys()

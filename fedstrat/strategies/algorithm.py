@@ -9,6 +9,10 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any, ClassVar, Generic, TypeVar, cast
 
+import torch
+
+from fedstrat.aggregation.gram import Displacements
+from fedstrat.aggregation.groups import group_names
 from fedstrat.errors import ConfigError
 from fedstrat.local.rule import LocalRule
 from fedstrat.naming import kebab
@@ -71,6 +75,11 @@ class ServerHalf(CommonArguments, Generic[State, Up]):
         """Return what one client is sent."""
         del client
         return Broadcast(state.params, NOTHING)
+
+    def grams(self, state: State, updates: Sequence[Update[Up]]) -> dict[str, torch.Tensor]:
+        """Return ``<y_i - x, y_j - x>`` layer by layer, each (m, m), float64, for the diagnostics alone."""
+        rows = Displacements(state.params, [u.params for u in updates])
+        return {layer: rows.gram(names) for layer, names in group_names(list(state.params), "layer").items()}
 
     def evaluated(self, state: State) -> Params:
         """Return the model that is evaluated and handed out; x itself, unless a method averages or looks ahead."""

@@ -30,6 +30,7 @@ from fedstrat.privacy import check_equal_weights, check_private, wrapper_around
 from fedstrat.strategies import cohort, intake
 from fedstrat.strategies.algorithm import ServerHalf, State, Up
 from fedstrat.strategies.arguments import CommonArguments
+from fedstrat.strategies.measure import measured
 from fedstrat.strategies.messages import Outbox
 from fedstrat.strategies.metrics import fairness_metrics, log_summary, mean_record
 from fedstrat.strategies.rounds import Abilities, RoundLoop
@@ -81,8 +82,10 @@ class FedStrategy(ServerHalf[State, Up], Strategy):
         self.elsewhere: Fairness | None = None
         self.received: Fairness | None = None
         self.diagnostics: dict[str, float] = {}
+        self.layers: dict[str, dict[str, float]] = {}
         self._sent: list[Message] = []
         self.wrapper: str | None = None
+        self.measures = False
 
     def _adopt(self, arrays: ArrayRecord) -> State:
         """Take ``arrays`` as the global model; a wrapper (such as Flower's DP ones) may have changed them."""
@@ -136,7 +139,7 @@ class FedStrategy(ServerHalf[State, Up], Strategy):
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
         """Draw a cohort and build its messages."""
-        self.trained, self.failed, self.diagnostics, self.received = (), {}, {}, None
+        self.trained, self.failed, self.diagnostics, self.layers, self.received = (), {}, {}, {}, None
         if self.fraction_train == 0.0:
             return []
         self._adopt(arrays)
@@ -160,7 +163,7 @@ class FedStrategy(ServerHalf[State, Up], Strategy):
             RunFailedError: ``max_failed_rounds`` rounds in a row brought no step, or a client trains others
                 parameters than the strategy expects.
         """
-        self.trained, self.diagnostics = (), {}
+        self.trained, self.diagnostics, self.layers = (), {}, {}
         contents, updates = self._take_in(server_round, list(replies))
         self.received = fairness(intake.read_received(contents, updates, server_round, self._keys))
         if len(updates) < self.min_replies:
@@ -175,6 +178,9 @@ class FedStrategy(ServerHalf[State, Up], Strategy):
         broken = [name for name, p in after.params.items() if not is_finite(p)]
         if broken:
             return self._no_step(server_round, f"the step would make '{broken[0]}' NaN or infinite; it wasn't taken")
+        if self.measures and self.wrapper is None:  # a wrapper's noise doesn't cover these numbers
+            numbers, self.layers = measured(self, cast("State", self.state), updates)
+            self.note(**numbers)
         self.moving |= {n for n, b in buffers.items() if not torch.equal(b, self.buffers[n])}
         self.state, self.buffers = after, buffers
         self.arrays = self.encode(self.evaluated(after), buffers)
@@ -283,9 +289,11 @@ class FedStrategy(ServerHalf[State, Up], Strategy):
             return None
         self.counts, self.fairness = counts or None, fairness(counts)
         self.personal, self.elsewhere = fairness(personal), fairness(elsewhere)
+        metrics = mean_record(contents, self.weighted_by_key)
+        if isinstance(sharpness := metrics.pop("sharpness", None), float):
+            self.note(sharpness=sharpness)  # a diagnostic of ours, not a metric of the run
         if self.evaluate_metrics_aggr_fn:
             return self.evaluate_metrics_aggr_fn(contents, self.weighted_by_key)
-        metrics = mean_record(contents, self.weighted_by_key)
         summaries = {"": self.fairness, "personal-": self.personal, "personal-elsewhere-": self.elsewhere}
         for prefix, scores in summaries.items():
             if scores is not None:
@@ -361,7 +369,7 @@ class FedStrategy(ServerHalf[State, Up], Strategy):
             evaluate_config: Sent with every evaluation message.
             evaluate_fn: Evaluates the global model on the server, before round 1 and after every round.
             **abilities: See :class:`fedstrat.strategies.rounds.Abilities`: ``on_round``, ``evaluate_every``,
-                ``should_end``, ``checkpoints``, ``resume``.
+                ``should_end``, ``checkpoints``, ``resume``, ``diagnostics``.
 
         Returns:
             Flower's Result; ``arrays`` is the last good model, also when rounds failed.

@@ -44,7 +44,7 @@ import torch
 from flwr.app import ArrayRecord, RecordDict
 from typing_extensions import override
 
-from fedstrat.aggregation.packs import Weights, clip, from_packs, merge, num_packs, select, to_packs
+from fedstrat.aggregation.packs import Weights, clip, from_packs, gram, merge, num_packs, select, to_packs
 from fedstrat.errors import ConfigError, PayloadError
 from fedstrat.local.rule import LocalRule, Tensors
 from fedstrat.local.state import StateLostError
@@ -232,6 +232,12 @@ class FedCSPACK(FedStrategy[CspackState, CspackUpdate]):
         value = rounded(to_packs(state.params, self.pack_size)[index], self.pack_dtype)
         initial = {"initial": state.initial["sha256"]} if first else {}
         return Broadcast(None, CspackBroadcast({"index": index.to(torch.int32), "value": value, **initial}))
+
+    @override
+    def grams(self, state: CspackState, updates: Sequence[Update[CspackUpdate]]) -> dict[str, torch.Tensor]:
+        x = to_packs(state.params, self.pack_size)
+        sent = [(u.extra.packs["index"], u.extra.packs["value"]) for u in updates]
+        return {"packs": gram(x, sent, content="weights" if self.downlink == "mask" else "delta")}
 
     @override
     def aggregate(self, state: CspackState, updates: Sequence[Update[CspackUpdate]]) -> CspackState:

@@ -5,7 +5,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
@@ -48,6 +48,8 @@ class Abilities:
         should_end: Asked after every round whether the run has reached its goal.
         checkpoints: Where rounds are saved, each before it is acknowledged to the clients.
         resume: Go on after this snapshot, instead of from ``initial_arrays``.
+        diagnostics: Numbers that explain results and never change them, in the reports: "light" tells every round how
+            far the updates agree and the sharpness of the final model, "full" the sharpness at every evaluation.
     """
 
     on_round: Callable[[RoundReport], None] | None = None
@@ -55,6 +57,7 @@ class Abilities:
     should_end: Callable[[RoundReport], bool] | None = None
     checkpoints: Checkpoints | None = None
     resume: Snapshot | None = None
+    diagnostics: Literal["off", "light", "full"] = "light"
 
 
 @dataclass(kw_only=True)
@@ -97,6 +100,7 @@ class RoundLoop:
             self.result = Result(arrays=strategy.restore(resume))
             for name, records in resume.metrics.items():
                 getattr(self.result, name).update({int(t): MetricRecord(dict(r)) for t, r in records.items()})
+        strategy.measures = self.abilities.diagnostics != "off"
         logger.info("Starting %s strategy:", type(strategy).__name__)
         log_start(self.num_rounds, initial_arrays, self.train_config, self.evaluate_config)
         strategy.summary()
@@ -172,6 +176,8 @@ class RoundLoop:
         if self.strategy.evaluate_personal and server_round == self.num_rounds:
             # Once, since it costs more than all other evaluation: how personal models do on others' data.
             config = ConfigRecord({**config, "fedstrat.generalisation": True})
+        if self.abilities.diagnostics == "full" or (self.strategy.measures and server_round == self.num_rounds):
+            config = ConfigRecord({**config, "fedstrat.sharpness": True})
         messages = self.strategy.configure_evaluate(server_round, self.result.arrays, config, self.grid)
         sent, replies = self._exchange("evaluate", messages, server_round)
         if sent:
@@ -227,6 +233,7 @@ class RoundLoop:
             failed=dict(strategy.failed),
             train=floats(self.result.train_metrics_clientapp),
             diagnostics=dict(strategy.diagnostics),
+            layers=strategy.layers,
             counts=strategy.counts,
             fairness=strategy.fairness,
             personal=strategy.personal,

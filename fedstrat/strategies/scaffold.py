@@ -25,7 +25,7 @@ import torch
 from typing_extensions import override
 
 from fedstrat.aggregation.mean import mean_deltas, moved, normalised, weighted_sum
-from fedstrat.local.rule import FullGradient, LocalRule, Tensors
+from fedstrat.local.rule import FullGradient, LocalRule, Tensors, global_norm
 from fedstrat.payloads import Broadcast, Params, Payload, Update, zeros_like
 from fedstrat.strategies.base import FedStrategy
 from fedstrat.strategies.settings import hyper
@@ -110,11 +110,9 @@ class SCAFFOLD(FedStrategy[ScaffoldState, ScaffoldUpdate]):
         delta = mean_deltas(state.params, [u.params for u in updates], normalised(weights))
         share = [w / state.total for w in weights]  # over all N, not over S
         change = {n: weighted_sum([u.extra.control_delta[n] for u in updates], share) for n in state.control}
-        return dataclasses.replace(
-            state,
-            params=moved(state.params, delta, self.server_lr),
-            control=moved(state.control, change),
-        )
+        control = moved(state.control, change)
+        self.note(control_norm=float(global_norm(list(control.values()))))
+        return dataclasses.replace(state, params=moved(state.params, delta, self.server_lr), control=control)
 
 
 @dataclass
