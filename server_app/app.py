@@ -24,6 +24,7 @@ from fedstrat.runs.goals import Goals
 from fedstrat.runs.history import RunFolder
 from fedstrat.runs.model import initial_model
 from fedstrat.runs.progress import Progress
+from fedstrat.runs.writers import Writers
 from fedstrat.strategies.cohort import wait_for_nodes
 from fedstrat.strategies.state import Snapshot
 
@@ -48,6 +49,7 @@ def main(grid: Grid, context: Context) -> None:
     )
     print(f"results: {path}", flush=True)
     progress, goals = Progress(), Goals(run.target_accuracy, run.patience)
+    writers = Writers(run, path)
     if snapshot is not None:
         folder.keep_until(snapshot.round)
         for line in folder.history:
@@ -58,6 +60,7 @@ def main(grid: Grid, context: Context) -> None:
 
     def on_round(finished: RoundReport) -> None:
         folder.record(finished)
+        writers(finished)
         print(progress.line(finished), flush=True)
 
     arrays, error = None, ""
@@ -93,6 +96,7 @@ def main(grid: Grid, context: Context) -> None:
         # The last good model is saved whatever happened.
         sha256 = folder.save_model(decode(arrays, "model")) if arrays is not None else None
         folder.finish(status, error=error, model_sha256=sha256)
+        writers.close()
         report.draw(folder.path)
 
 

@@ -181,6 +181,8 @@ class RunKeys(Table):
         description="numbers that explain results: light has conflict and drift every round and the final sharpness,"
         " full the sharpness at every evaluation",
     )
+    tensorboard: bool = Field(default=False, description="also write TensorBoard files into the results folder")
+    wandb_project: str = Field(default="", description='also log to this project of Weights & Biases; "": no')
     dataset: DatasetKeys = DatasetKeys()
     model: ModelKeys = ModelKeys()
     train: TrainKeys = TrainKeys()

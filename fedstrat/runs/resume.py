@@ -15,7 +15,8 @@ Scalar = bool | int | float | str
 FREE = frozenset({
     "num-server-rounds", "evaluate-every", "evaluate-in-train", "fraction-evaluate", "results-dir", "state-dir",
     "resume", "checkpoint-every", "round-timeout", "connect-timeout", "min-replies", "max-failed-rounds",
-    "target-accuracy", "patience", "diagnostics", "dataset.dir", "train.device", "train.threads",
+    "target-accuracy", "patience", "diagnostics", "tensorboard", "wandb-project", "dataset.dir", "train.device",
+    "train.threads",
 })  # fmt: skip
 """Keys of the run config that may change at a resume: they don't decide what is computed, but for the last bits."""
 
