@@ -86,5 +86,19 @@ def run(
     raise typer.Exit(launch(RunRequest(connection, config or (), app_dir, results_dir, verbose, ray_address)))
 
 
+@app.command()
+def report(
+    results: Annotated[list[Path], typer.Argument(metavar="RESULTS...", help="Results folders, or folders of them.")],
+    out: Annotated[Path, typer.Option("--out", "-o", metavar="FILE", help="The page to write.")] = Path("report.html"),
+    title: Annotated[str, typer.Option(help="The page's heading.")] = "",
+) -> None:
+    """Make one HTML page about one run or many; runs that differ in their seed alone are shown together."""
+    from fedstrat.page.page import write  # noqa: PLC0415  (draws with matplotlib)
+
+    for problem in write(results, out, title=title).problems:
+        print(f"warning: {problem}", file=sys.stderr)
+    print(out)
+
+
 if __name__ == "__main__":
     main()

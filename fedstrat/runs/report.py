@@ -43,7 +43,7 @@ def draw(folder: str | Path) -> list[Path]:
 
 
 def _draw_rounds(run: Recorded) -> Figure:
-    figure = _figure(7.5, 6.5, _title(run))
+    figure = figure_of(7.5, 6.5, _title(run))
     top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
     _plot_accuracy(top, run)
     _plot_losses(bottom, run)
@@ -136,7 +136,7 @@ def _draw_clients(run: Recorded) -> Figure:
     title = f"{_title(run)}, each after round {contents['round']}" if count else _title(run)
     if count < len(given):
         title += f"\n{len(given) - count} without test data left out"
-    figure = _figure(7.5, 4.2, title)
+    figure = figure_of(7.5, 4.2, title)
     axes = figure.subplots()
     axes.set_ylim(-0.02, 1.02)  # room for the clients at 0
     axes.set_ylabel("test accuracy")
@@ -159,11 +159,12 @@ def _draw_clients(run: Recorded) -> Figure:
     return figure
 
 
-def _figure(width: float, height: float, title: str) -> Figure:
+def figure_of(width: float, height: float, title: str = "") -> Figure:
     """A figure of its own in inches: pyplot would keep it for ever, and choose a backend with a window."""
     figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)
-    figure.suptitle(title, fontsize=11)
+    if title:
+        figure.suptitle(title, fontsize=11)
     return figure
 
 

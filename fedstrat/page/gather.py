@@ -1,0 +1,213 @@
+"""Results folders -> runs that are alike but for the seed, side by side."""
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fedstrat.errors import ConfigError, FedstratError
+from fedstrat.runs.goals import Goals
+from fedstrat.runs.history import Recorded, load
+from fedstrat.runs.keys import algorithms
+
+IGNORED = frozenset({
+    "seed", "results-dir", "state-dir", "resume", "checkpoint-every", "diagnostics", "tensorboard", "wandb-project",
+    "train.device", "train.threads", "dataset.dir", "connect-timeout", "round-timeout",
+})  # fmt: skip
+"""Keys of the run config in which the runs of a group may differ: they don't say what is computed."""
+
+_MISSING = "–"
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run, read back.
+
+    Attributes:
+        recorded: Its folder's contents.
+        config: The run config that it ended with, without the tables of algorithms that it doesn't use.
+    """
+
+    recorded: Recorded
+    config: Mapping[str, Any]
+
+    @property
+    def history(self) -> list[dict[str, Any]]:
+        """Its rounds."""
+        return self.recorded.history
+
+    @property
+    def seed(self) -> Any:
+        """Its seed."""
+        return self.config.get("seed", _MISSING)
+
+    @property
+    def status(self) -> str:
+        """How it ended, and why, in words."""
+        summary, wanted = self.recorded.summary, self.config.get("num-server-rounds")
+        done = self.history[-1]["round"] if self.history else 0
+        after = f"after round {done} of {wanted}" if wanted else f"after round {done}"
+        if summary is None:
+            return f"still going, or killed: no summary.json; what is shown is the state {after}"
+        if summary.get("status") != "completed":
+            return f"{summary.get('status', 'ended')} {after}: {summary.get('error') or 'no reason was written down'}"
+        if isinstance(wanted, int) and done < wanted:
+            return f"ended early, {after}: {self._goal() or 'the reason was not written down'}"
+        return "completed"
+
+    def _goal(self) -> str:
+        goals = Goals(float(self.config.get("target-accuracy", 0.0)), int(self.config.get("patience", 0)))
+        for line in self.history:
+            goals.take(line.get("mean"))
+        return goals.reason
+
+
+@dataclass(frozen=True)
+class Group:
+    """Runs whose configs are alike but for the seed and for where files lie.
+
+    Attributes:
+        label: The algorithm, with the settings that tell it from other groups of the same one.
+        runs: In the order of their seeds.
+    """
+
+    label: str
+    runs: tuple[Run, ...]
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """The config of the first run."""
+        return self.runs[0].config
+
+    @property
+    def algorithm(self) -> str:
+        """The key of the algorithm."""
+        return str(self.config.get("algorithm", "run"))
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """Everything that a page is made of.
+
+    Attributes:
+        groups: In the order in which their first runs were named.
+        problems: Sentences about folders that couldn't be used.
+        published: Published numbers beside ours: {"source": ..., "rows": {label: {metric: value}}}; {} without.
+    """
+
+    groups: tuple[Group, ...]
+    problems: tuple[str, ...] = ()
+    published: Mapping[str, Any] = field(default_factory=dict)
+
+
+def gather(folders: Iterable[Path]) -> Gathered:
+    """Read results folders.
+
+    Args:
+        folders: Results folders, or folders that hold some at any depth (those of a comparison).
+
+    Raises:
+        ConfigError: None of them holds a run that can be read.
+    """
+    runs: dict[Path, Run] = {}
+    problems: list[str] = []
+    published: dict[str, Any] = {}
+    for folder in folders:
+        found = _run_folders(folder)
+        if not found:
+            problems.append(f"{folder} holds no run: there is no config.json in it or below it.")
+        for path in found:
+            try:
+                run = _read(path)
+            except (FedstratError, OSError, KeyError, TypeError, AttributeError, ValueError) as error:
+                problems.append(f"{path} was left out: {_sentence(error)}")
+            else:
+                runs.setdefault(path.resolve(), run)
+        try:
+            published = published or _published(folder)
+        except (OSError, ValueError) as error:
+            problems.append(f"{folder / 'published.json'} was left out: {_sentence(error)}")
+    if not runs:
+        raise ConfigError("no run to report on:\n" + "\n".join(problems))
+    return Gathered(_grouped(list(runs.values())), tuple(problems), published)
+
+
+def differing(groups: Iterable[Group]) -> list[str]:
+    """Return the keys of the run config in which groups differ, in alphabetical order."""
+    configs = [_deciding(group.config) for group in groups]
+    names = sorted({name for config in configs for name in config})
+    return [name for name in names if len({_text(config.get(name, _MISSING)) for config in configs}) > 1]
+
+
+def _run_folders(folder: Path) -> list[Path]:
+    if (folder / "config.json").is_file():
+        return [folder]
+    return sorted(path.parent for path in folder.rglob("config.json"))
+
+
+def _read(path: Path) -> Run:
+    recorded = load(path)
+    last = (recorded.config.get("resumed") or [recorded.config])[-1]
+    config = dict(last["run_config"])
+    for line in recorded.history:  # whatever a page reads must be there
+        for name in ("round", "mean", "loss", "train", "total_bytes", "aggregated"):
+            if name not in line:
+                raise KeyError(name)
+    return Run(recorded, _used(config))
+
+
+def _used(config: Mapping[str, Any]) -> dict[str, Any]:
+    algorithm = config.get("algorithm")
+    used = {algorithm, config.get(f"{algorithm}.aggregator")}
+    unused = tuple(f"{name}." for name in algorithms() if name not in used)
+    return {name: value for name, value in sorted(config.items()) if not name.startswith(unused)}
+
+
+def _deciding(config: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in config.items() if name not in IGNORED}
+
+
+def _grouped(runs: list[Run]) -> tuple[Group, ...]:
+    alike: dict[str, list[Run]] = {}
+    for run in runs:
+        alike.setdefault(_text(_deciding(run.config)), []).append(run)
+    groups = [Group("", tuple(sorted(some, key=lambda run: _order(run.seed)))) for some in alike.values()]
+    return tuple(Group(_label(group, groups), group.runs) for group in groups)
+
+
+def _label(group: Group, groups: list[Group]) -> str:
+    rivals = [other for other in groups if other.algorithm == group.algorithm]
+    table = f"{group.algorithm}."
+    told = [f"{name.removeprefix(table)} {_shown(group.config.get(name, _MISSING))}" for name in differing(rivals)]
+    return ", ".join([group.algorithm, *told])
+
+
+def _published(folder: Path) -> dict[str, Any]:
+    file = folder / "published.json"
+    if not file.is_file():
+        return {}
+    contents: Any = json.loads(file.read_text(encoding="utf-8"))
+    rows = contents.get("rows") if isinstance(contents, dict) else None
+    if not isinstance(rows, dict) or not all(isinstance(row, dict) for row in rows.values()):
+        raise ValueError('expected {"source": …, "rows": {label: {metric: value}}}')
+    return dict(contents)
+
+
+def _text(value: Any) -> str:
+    return json.dumps(value, sort_keys=True, default=str)
+
+
+def _shown(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _order(seed: Any) -> tuple[bool, float, str]:
+    number = isinstance(seed, int | float)
+    return (not number, float(seed) if number else 0.0, str(seed))
+
+
+def _sentence(error: Exception) -> str:
+    if isinstance(error, KeyError):
+        return f"a part of it is missing ({error})."
+    return f"{str(error) or type(error).__name__}".rstrip(".") + "."
