@@ -187,13 +187,16 @@ def merge(
 
 
 def gram(
-    x: torch.Tensor, sent: Sequence[tuple[torch.Tensor, torch.Tensor]], *, content: Literal["delta", "weights"]
+    x: torch.Tensor,
+    sent: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor]],
+    *,
+    content: Literal["delta", "weights"],
 ) -> torch.Tensor:
     """Return the inner products of what the clients' packs move, zero where a pack wasn't sent, (m, m), float64.
 
     Args:
         x: Global packs, shape (P, B).
-        sent: Per client (index (K,), value (K, B)).
+        sent: Per client (index (K,), weight (K,), value (K, B)); weights play no part.
         content: Whether values are ``w_j - x_j`` or ``w_j``.
     """
     products = torch.zeros(len(sent), len(sent), dtype=torch.float64)
@@ -201,7 +204,7 @@ def gram(
     for start in range(0, len(x), chunk):
         at = x[start : start + chunk].to(torch.float64)
         block = torch.zeros(len(sent), *at.shape, dtype=torch.float64)
-        for row, (index, value) in zip(block, sent, strict=True):
+        for row, (index, _, value) in zip(block, sent, strict=True):
             here = (index >= start) & (index < start + len(at))
             places = index[here].long() - start
             row[places] = value[here].to(torch.float64) - (at[places] if content == "weights" else 0.0)

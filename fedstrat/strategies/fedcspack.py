@@ -236,17 +236,24 @@ class FedCSPACK(FedStrategy[CspackState, CspackUpdate]):
     @override
     def grams(self, state: CspackState, updates: Sequence[Update[CspackUpdate]]) -> dict[str, torch.Tensor]:
         x = to_packs(state.params, self.pack_size)
-        sent = [(u.extra.packs["index"], u.extra.packs["value"]) for u in updates]
-        return {"packs": gram(x, sent, content="weights" if self.downlink == "mask" else "delta")}
+        return {"packs": gram(x, self._packs(x, updates), content=self._content)}
+
+    @property
+    def _content(self) -> Literal["delta", "weights"]:
+        return "weights" if self.downlink == "mask" else "delta"
+
+    def _packs(
+        self, x: torch.Tensor, updates: Sequence[Update[CspackUpdate]]
+    ) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+        sent = [(u.extra.packs["index"], u.extra.packs["weight"], u.extra.packs["value"]) for u in updates]
+        if self.max_update_norm is not None:
+            sent = [clip(x, *packs, max_norm=self.max_update_norm, content=self._content) for packs in sent]
+        return sent
 
     @override
     def aggregate(self, state: CspackState, updates: Sequence[Update[CspackUpdate]]) -> CspackState:
-        sent = [(u.extra.packs["index"], u.extra.packs["weight"], u.extra.packs["value"]) for u in updates]
-        content: Literal["delta", "weights"] = "weights" if self.downlink == "mask" else "delta"
         x = to_packs(state.params, self.pack_size)
-        if self.max_update_norm is not None:
-            sent = [clip(x, *packs, max_norm=self.max_update_norm, content=content) for packs in sent]
-        packs, changed = merge(x, sent, content=content)
+        packs, changed = merge(x, self._packs(x, updates), content=self._content)
         generation = state.generation + 1
         versions = torch.where(changed, generation, state.versions["packs"])
         self.note(packs_changed=int(changed.sum()), packs=len(changed))

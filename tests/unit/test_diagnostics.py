@@ -68,7 +68,7 @@ def test_packs_are_multiplied_as_dense_updates_would_be(content: Any) -> None:
         value[index == len(x) - 1, 1:] = x[-1, 1:] if content == "weights" else 0.0  # the padding stands still
         delta = torch.zeros_like(x)
         delta[index.long()] = value - (x[index.long()] if content == "weights" else 0.0)
-        sent.append((index, value))
+        sent.append((index, torch.ones(6), value))
         dense.append(torch.cat([part.flatten() for part in from_packs(delta, like).values()]).double())
     stacked = torch.stack(dense)
     torch.testing.assert_close(gram(x, sent, content=content), stacked @ stacked.T, rtol=1e-6, atol=1e-6)
