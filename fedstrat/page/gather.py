@@ -133,10 +133,15 @@ def gather(folders: Iterable[Path]) -> Gathered:
     return Gathered(_grouped(list(runs.values())), tuple(problems), published)
 
 
-def differing(groups: Iterable[Group]) -> list[str]:
-    """Return the keys of the run config in which groups differ, in alphabetical order."""
+def differing(groups: Iterable[Group], among: Iterable[str] = ()) -> list[str]:
+    """Return the keys of the run config in which groups differ, in alphabetical order.
+
+    Args:
+        groups: The groups.
+        among: Keys to look at; all where none is named.
+    """
     configs = [_deciding(group.config) for group in groups]
-    names = sorted({name for config in configs for name in config})
+    names = sorted(among or {name for config in configs for name in config})
     return [name for name in names if len({_text(config.get(name, _MISSING)) for config in configs}) > 1]
 
 

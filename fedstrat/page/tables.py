@@ -181,9 +181,12 @@ def published(contents: Mapping[str, Any], groups: Sequence[Group]) -> Table | N
 
 
 def differences(groups: Sequence[Group]) -> Table | None:
-    """The settings in which groups differ, of those that more than one group has."""
-    names = [name for name in differing(groups) if sum(name in group.config for group in groups) > 1]
-    names = [name for name in names if name != "algorithm"]
+    """The settings that more than one group has, and not all alike."""
+    names = [
+        name
+        for name in differing(groups)
+        if name != "algorithm" and differing([group for group in groups if name in group.config], (name,))
+    ]
     if not names:
         return None
     rows = [[group.label, *(_shown(group.config.get(name, NONE)) for name in names)] for group in groups]
