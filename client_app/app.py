@@ -23,14 +23,15 @@ def train(msg: Message, context: Context) -> Message:
 
 @app.evaluate()
 def evaluate(msg: Message, context: Context) -> Message:
-    """Evaluate the received model on this client's test data."""
+    """Evaluate the received model on this client's test data, or on the part that the message names."""
     from fedstrat.data.loaders import client_data, elsewhere  # noqa: PLC0415
     from fedstrat.runs.model import build_model  # noqa: PLC0415
 
     data = client_data(context.run_config, context.node_config, seed=0)
     model = build_model(context.run_config, context.node_config)
+    part = data.validation if msg.content["config"].get("part") == "validation" else data.test
     return fedstrat.evaluate(
-        msg, context, model, data.test, elsewhere=lambda: elsewhere(context.run_config, context.node_config)
+        msg, context, model, part, elsewhere=lambda: elsewhere(context.run_config, context.node_config)
     )
 
 

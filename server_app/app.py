@@ -8,13 +8,15 @@ from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from types import FrameType
-from typing import Literal
+from typing import Any, Literal
 
-from flwr.app import Context
+from flwr.app import ArrayRecord, ConfigRecord, Context
 from flwr.serverapp import Grid, ServerApp
 
 import fedstrat
 from fedstrat.errors import FedstratError, StateError
+from fedstrat.flower import exchange
+from fedstrat.metrics.fairness import Fairness
 from fedstrat.metrics.rounds import RoundReport
 from fedstrat.models import trainable_names
 from fedstrat.payloads import decode
@@ -25,10 +27,13 @@ from fedstrat.runs.history import RunFolder
 from fedstrat.runs.model import initial_model
 from fedstrat.runs.progress import Progress
 from fedstrat.runs.writers import Writers
+from fedstrat.strategies.base import FedStrategy
 from fedstrat.strategies.cohort import wait_for_nodes
 from fedstrat.strategies.state import Snapshot
 
 app = ServerApp()
+
+_ROUND_SECONDS = 3600.0
 
 
 @app.main()
@@ -64,6 +69,7 @@ def main(grid: Grid, context: Context) -> None:
         print(progress.line(finished), flush=True)
 
     arrays, error = None, ""
+    validation: dict[str, Fairness | None] = {}
     status: Literal["completed", "failed", "interrupted"] = "failed"
     try:
         with _signals_interrupt():
@@ -80,7 +86,10 @@ def main(grid: Grid, context: Context) -> None:
                 resume=snapshot,
                 diagnostics=run.diagnostics,
             )
-        arrays, status = result.arrays, "completed"
+        arrays = result.arrays
+        if run.dataset.validation_fraction:
+            validation = _validate(run, strategy, grid, arrays)
+        status = "completed"
         if goals.reason:
             print(f"ended early: {goals.reason}", flush=True)
     except FedstratError as failure:
@@ -95,9 +104,19 @@ def main(grid: Grid, context: Context) -> None:
     finally:
         # The last good model is saved whatever happened.
         sha256 = folder.save_model(decode(arrays, "model")) if arrays is not None else None
-        folder.finish(status, error=error, model_sha256=sha256)
+        folder.finish(status, error=error, model_sha256=sha256, validation=validation)
         writers.close()
         report.draw(folder.path)
+
+
+def _validate(
+    run: config.RunConfig, strategy: FedStrategy[Any, Any], grid: Grid, arrays: ArrayRecord
+) -> dict[str, Fairness | None]:
+    """Score the final model, and personal ones where there are some, on what the clients held back from training."""
+    last = run.num_server_rounds
+    asked = list(strategy.configure_evaluate(last, arrays, ConfigRecord({"part": "validation"}), grid))
+    strategy.aggregate_evaluate(last, exchange(grid, asked, run.round_timeout or _ROUND_SECONDS))
+    return {"validation": strategy.fairness, "validation_personal": strategy.personal}
 
 
 def _snapshot(run: config.RunConfig, checkpoints: CheckpointFolder) -> Snapshot | None:

@@ -8,12 +8,13 @@ Two kinds of client:
 * Every other node takes part ``partition-id`` of the run config's data set, shared out over ``num-clients``
   clients (0: over ``num-partitions`` of the node config), and splits it by ``dataset.test-fraction``.
 
-Partition and split depend on the run config's ``seed`` alone.
+Of its train part ``dataset.validation-fraction`` (0: nothing) is held back: never trained on, and only evaluated
+after the last round. Partition and splits depend on the run config's ``seed`` alone.
 """
 
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple, TypeVar, cast
 
 import numpy as np
@@ -31,11 +32,12 @@ MOST_ELSEWHERE = 2000
 
 @dataclass(frozen=True, eq=False)
 class Assignment:
-    """One client's samples: indices of its train and its test part into a source."""
+    """One client's samples: indices of its train, its validation and its test part into a source."""
 
     source: sources.Source
     train: Indices
     test: Indices
+    validation: Indices = field(default_factory=lambda: np.empty(0, np.int64))
 
 
 def assign(run_config: Mapping[str, object], node_config: Mapping[str, object]) -> Assignment:
@@ -55,13 +57,16 @@ def assign(run_config: Mapping[str, object], node_config: Mapping[str, object]) 
     if private := _private_folder(node_config):
         source = sources.load(*private)
         if source.num_train < len(source.y):
-            return Assignment(source, np.arange(source.num_train), np.arange(source.num_train, len(source.y)))
-        return Assignment(source, *split(np.arange(len(source.y)), fraction, derive(seed, "split")))
+            own = Assignment(source, np.arange(source.num_train), np.arange(source.num_train, len(source.y)))
+        else:
+            own = Assignment(source, *split(np.arange(len(source.y)), fraction, derive(seed, "split")))
+        return _hold_back(own, run_config, derive(seed, "validation"))
     name = _node_text(node_config, "dataset.name") or setting(run_config, "dataset.name", str)
     index, num_clients = _position(run_config, node_config)
     parts = _parts(run_config, name, num_clients)
     source = sources.load(name, setting(run_config, "dataset.dir", str))
-    return Assignment(source, *split(parts[index], fraction, derive(seed, "split", index)))
+    own = Assignment(source, *split(parts[index], fraction, derive(seed, "split", index)))
+    return _hold_back(own, run_config, derive(seed, "validation", index))
 
 
 def others(run_config: Mapping[str, object], node_config: Mapping[str, object]) -> Assignment | None:
@@ -159,6 +164,14 @@ def setting(run_config: Mapping[str, object], key: str, kind: type[T]) -> T:
         came = f"got {value!r}" if key in run_config else "it isn't there"
         raise ConfigError(f"expected '{key}' of the run config to be {kind.__name__}, but {came}")
     return value
+
+
+def _hold_back(own: Assignment, run_config: Mapping[str, object], seed: int) -> Assignment:
+    fraction = run_config.get("dataset.validation-fraction", 0.0)
+    if not isinstance(fraction, int | float) or not fraction:
+        return own
+    train, validation = split(own.train, float(fraction), seed)
+    return replace(own, train=train, validation=validation)
 
 
 def _private_folder(node_config: Mapping[str, object]) -> tuple[str, str] | None:

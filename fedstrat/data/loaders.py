@@ -126,6 +126,7 @@ class ClientData:
 
     train: Batches
     test: Batches
+    validation: Batches
 
 
 def client_data(run_config: Mapping[str, object], node_config: Mapping[str, object], *, seed: int) -> ClientData:
@@ -138,7 +139,7 @@ def client_data(run_config: Mapping[str, object], node_config: Mapping[str, obje
             the run's seed, the round and the client.
 
     Returns:
-        Shuffled training batches, augmented for ``cifar10``, and plain test batches; either may be empty.
+        Shuffled training batches, augmented for ``cifar10``, and plain test and validation batches; each may be empty.
 
     Raises:
         ConfigError: A key of the run config is missing or has another type.
@@ -155,7 +156,10 @@ def client_data(run_config: Mapping[str, object], node_config: Mapping[str, obje
         generator=torch.Generator().manual_seed(derive(seed, "batches")),
         augment=CropAndFlip(black) if own.source.augmented else None,
     )
-    return ClientData(train, Batches(*_tensors(own.source, own.test), EVALUATION_BATCH, shuffle=False))
+    test, validation = (
+        Batches(*_tensors(own.source, part), EVALUATION_BATCH, shuffle=False) for part in (own.test, own.validation)
+    )
+    return ClientData(train, test, validation)
 
 
 def elsewhere(run_config: Mapping[str, object], node_config: Mapping[str, object]) -> Batches | None:

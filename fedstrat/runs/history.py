@@ -170,6 +170,7 @@ class RunFolder:
         *,
         error: str = "",
         model_sha256: str | None = None,
+        validation: Mapping[str, Fairness | None] | None = None,
     ) -> dict[str, Any]:
         """Write ``summary.json`` and return its contents.
 
@@ -177,12 +178,18 @@ class RunFolder:
             status: How the run ended.
             error: Why, if it failed.
             model_sha256: What ``save_model`` returned.
+            validation: The final model on data held back from training (``validation``), and the personal models
+                (``validation_personal``), where ``dataset.validation-fraction`` asks for it.
         """
         summary = {
             "status": status,
             "error": error or None,
             "finished": _now(),
             **summarise(self.history, self._target),
+            **{
+                name: None if scores is None else dataclasses.asdict(scores)
+                for name, scores in (validation or {}).items()
+            },
             "model_sha256": model_sha256,
         }
         _replace(self.path / "summary.json", _json(summary, indent=2))

@@ -84,6 +84,12 @@ class DatasetKeys(Table):
     test_fraction: float = Field(
         default=0.2, ge=0.0, lt=1.0, description="share of each client's samples that it keeps for testing"
     )
+    validation_fraction: float = Field(
+        default=0.0,
+        ge=0.0,
+        lt=1.0,
+        description="share of each client's training samples that is held back, to choose settings with; 0: off",
+    )
 
 
 class ModelKeys(Table):
