@@ -10,6 +10,8 @@ import typer
 
 from fedstrat.deploy.commands import keys
 from fedstrat.errors import FedstratError
+from fedstrat.experiments.commands import compare
+from fedstrat.runs.inprocess import Engine
 
 app = typer.Typer(
     add_completion=False,
@@ -19,6 +21,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.add_typer(keys, name="keys")
+app.command()(compare)
 
 
 def main() -> None:
@@ -76,6 +79,10 @@ def run(
         typer.Option(metavar="HOST:PORT", help="Simulate on this Ray cluster; without it: on this machine alone."),
     ] = "",
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show the whole log.")] = False,
+    engine: Annotated[
+        Engine,
+        typer.Option(help="Simulate several clients at a time (ray), or one after another in this process."),
+    ] = Engine.RAY,
 ) -> None:
     """Run a federation, show a line per round, and print the results folder as the last line.
 
@@ -83,7 +90,7 @@ def run(
     """
     from fedstrat.runs.launch import RunRequest, launch  # noqa: PLC0415  (needn't be read for --help)
 
-    raise typer.Exit(launch(RunRequest(connection, config or (), app_dir, results_dir, verbose, ray_address)))
+    raise typer.Exit(launch(RunRequest(connection, config or (), app_dir, results_dir, verbose, ray_address, engine)))
 
 
 @app.command()

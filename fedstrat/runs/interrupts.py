@@ -9,8 +9,8 @@ from types import FrameType
 _SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
 
 
-class Interrupted(BaseException):
-    """A signal asked us to end; no Exception, like KeyboardInterrupt, so that nobody swallows it.
+class Interrupted(KeyboardInterrupt):
+    """A signal asked us to end; no Exception, so that nobody swallows it.
 
     Attributes:
         number: The signal's number.

@@ -10,7 +10,7 @@ import sys
 import tempfile
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -19,6 +19,7 @@ from fedstrat.errors import ConfigError, FedstratError, RunFailedError, nearest
 from fedstrat.runs import capacity, cluster
 from fedstrat.runs.flowercli import NO_TALKING, FlowerCLI, scripts_first
 from fedstrat.runs.follow import Submission, follow
+from fedstrat.runs.inprocess import Engine, run_in_process
 from fedstrat.runs.interrupts import Interrupted, signals_interrupt
 from fedstrat.runs.overrides import Scalar, read_app, read_pairs
 from fedstrat.runs.resume import close_folder, recorded_settings
@@ -41,6 +42,9 @@ class RunRequest:
         results_dir: Folder in which the run makes its results folder.
         verbose: Whether to show the whole log.
         ray_address: ``HOST:PORT`` of a Ray cluster to simulate on; "" simulates on this machine alone.
+        engine: What simulates the clients.
+        settings: Run-config values that stand above those of ``pairs``.
+        folder: The results folder itself, which isn't there yet; None makes one named after the time.
     """
 
     connection: str | None = None
@@ -49,6 +53,9 @@ class RunRequest:
     results_dir: Path | None = None
     verbose: bool = False
     ray_address: str = ""
+    engine: Engine = Engine.RAY
+    settings: Mapping[str, Scalar] = field(default_factory=dict)
+    folder: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -59,6 +66,7 @@ class _Plan:
     config: "RunConfig"
     given: dict[str, Scalar]
     verbose: bool
+    folder: Path | None = None
 
     def submission(self, federation: str, folder: Path | None) -> Submission:
         return Submission(self.app, self.given, federation, folder, self.verbose)
@@ -73,17 +81,7 @@ def launch(request: RunRequest) -> int:
     Raises:
         ConfigError: The request is wrong; nothing was started.
     """
-    if request.connection is not None and request.ray_address:
-        raise ConfigError("--ray-address is for a simulation, and a connection for what is behind it; give one of them")
-    app = find_app(request.app)
-    defaults = read_app(app)
-    given = read_pairs(request.pairs, defaults)
-    if given.get("resume"):
-        before = recorded_settings(Path(str(given["resume"])).expanduser())
-        given = {name: value for name, value in before.items() if name in defaults} | given
-    if request.results_dir is not None:
-        given["results-dir"] = str(request.results_dir)
-    plan = _Plan(app, check(defaults, given), given, request.verbose)
+    plan = _plan(request)
     folder: Path | None = None
     code = 0
     ending: tuple[Literal["failed", "interrupted"], str] | None = None
@@ -93,10 +91,7 @@ def launch(request: RunRequest) -> int:
                 environment, share = _share_machine(plan, request.ray_address)
                 folder = _take_folder(plan)
                 _announce(plan)
-                _say(f"clients at once: {share.at_once} ({share.limit})")
-                with LocalSuperLink(environment, request.ray_address) as superlink:
-                    submission = plan.submission(share.federation(plan.config.num_clients), folder)
-                    follow(superlink.cli, submission, superlink.folder)
+                _simulate(plan, request, environment, share, folder)
             else:
                 cli, folder = _connect(plan, request.connection)
                 _announce(plan)
@@ -117,6 +112,26 @@ def launch(request: RunRequest) -> int:
         if code == 0 or folder.exists():
             _say(str(folder))
     return code
+
+
+def _plan(request: RunRequest) -> _Plan:
+    """Find the app and check what is asked of it."""
+    if request.connection is not None and request.ray_address:
+        raise ConfigError("--ray-address is for a simulation, and a connection for what is behind it; give one of them")
+    if request.connection is not None and request.engine is not Engine.RAY:
+        raise ConfigError(
+            f"--engine {request.engine} simulates the clients in this process, but the connection"
+            f" '{request.connection}' has nodes of its own; leave out one of the two"
+        )
+    app = find_app(request.app)
+    defaults = read_app(app)
+    given = read_pairs(request.pairs, defaults) | dict(request.settings)
+    if given.get("resume"):
+        before = recorded_settings(Path(str(given["resume"])).expanduser())
+        given = {name: value for name, value in before.items() if name in defaults} | given
+    if request.results_dir is not None:
+        given["results-dir"] = str(request.results_dir)
+    return _Plan(app, check(defaults, given), given, request.verbose, request.folder)
 
 
 def complain(kind: str, text: str) -> None:
@@ -206,6 +221,19 @@ def _share_machine(plan: _Plan, ray_address: str = "") -> tuple[dict[str, str], 
     return environment, capacity.plan(config.num_clients, cores, [gpu_bytes[index] for index in gpus])
 
 
+def _simulate(
+    plan: _Plan, request: RunRequest, environment: dict[str, str], share: capacity.Capacity, folder: Path
+) -> None:
+    """Run the simulation on the engine that was asked for."""
+    if request.engine is Engine.IN_PROCESS:
+        run_in_process(plan.submission("", folder), plan.config.num_clients)
+        return
+    _say(f"clients at once: {share.at_once} ({share.limit})")
+    with LocalSuperLink(environment, request.ray_address) as superlink:
+        submission = plan.submission(share.federation(plan.config.num_clients), folder)
+        follow(superlink.cli, submission, superlink.folder)
+
+
 def _take_folder(plan: _Plan) -> Path:
     """Make the results folder of a run on this machine, and every path absolute: the apps run elsewhere."""
     config = plan.config
@@ -216,6 +244,8 @@ def _take_folder(plan: _Plan) -> Path:
     resumed = Path(str(plan.given.get("resume", "")))
     if config.resume:
         folder = resumed  # goes on where it stopped
+    elif plan.folder is not None:
+        folder = _make(plan.folder.expanduser().absolute().parent, plan.folder.name)
     else:
         parent = Path(config.results_dir or "results").expanduser().absolute()
         folder = _make(parent, run_name(config, datetime.now().astimezone()))
