@@ -1,0 +1,1 @@
+"""Experiments of many runs: recipes, the cell that validation chooses, and the table over seeds."""
