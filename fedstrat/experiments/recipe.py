@@ -1,6 +1,7 @@
 """Recipes: which methods, settings and seeds a comparison runs, read from TOML.
 
-A recipe that ``extends`` another holds only what differs: tables are merged key by key, all else is replaced.
+A recipe that ``extends`` others holds only what differs: tables are merged key by key, all else is replaced; of several
+the later stand above the earlier.
 """
 
 import itertools
@@ -189,10 +190,11 @@ def _read_merged(path: Path, extended: Sequence[Path]) -> dict[str, Any]:
         raise ConfigError(f"expected a recipe in {path}, but there is no such file") from None
     except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"can't read {path} as TOML: {error}") from None
-    base = own.pop("extends", None)
-    if base is None:
-        return own
-    return _merge(_read_merged(path.parent / str(base), (*extended, path)), own)
+    bases = own.pop("extends", [])
+    merged: dict[str, Any] = {}
+    for base in [bases] if isinstance(bases, str) else bases:
+        merged = _merge(merged, _read_merged(path.parent / str(base), (*extended, path)))
+    return _merge(merged, own)
 
 
 def _merge(base: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
