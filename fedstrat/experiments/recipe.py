@@ -1,7 +1,7 @@
 """Recipes: which methods, settings and seeds a comparison runs, read from TOML.
 
 A recipe that ``extends`` others holds only what differs: tables are merged key by key, all else is replaced; of several
-the later stand above the earlier.
+the later stand above the earlier. ``published`` is replaced as a whole: numbers of two tables are never mixed.
 """
 
 import itertools
@@ -200,7 +200,7 @@ def _read_merged(path: Path, extended: Sequence[Path]) -> dict[str, Any]:
 def _merge(base: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
     merged = dict(base)
     for key, value in own.items():
-        both = isinstance(value, dict) and isinstance(merged.get(key), dict)
+        both = isinstance(value, dict) and isinstance(merged.get(key), dict) and key != "published"
         merged[key] = _merge(merged[key], value) if both else value
     return merged
 
