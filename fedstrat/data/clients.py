@@ -170,8 +170,9 @@ def _hold_back(own: Assignment, run_config: Mapping[str, object], seed: int) -> 
     fraction = run_config.get("dataset.validation-fraction", 0.0)
     if not isinstance(fraction, int | float) or not fraction:
         return own
-    train, validation = split(own.train, float(fraction), seed)
-    return replace(own, train=train, validation=validation)
+    kept, validation = split(np.unique(own.train), float(fraction), seed)
+    # A sample that a client holds several times is held back with all of its copies.
+    return replace(own, train=own.train[np.isin(own.train, kept)], validation=validation)
 
 
 def _private_folder(node_config: Mapping[str, object]) -> tuple[str, str] | None:

@@ -77,6 +77,8 @@ def compare(recipe: Recipe, request: Request) -> int:
     code = 0
     spent: list[float] = []
     for number, cell in enumerate(missing, start=1):
+        if not _is_missing(cell, request):
+            continue  # another call of this command has made it meanwhile
         begun = time.monotonic()
         code = _make(cell, places[cell.folder.name], request, app)
         if code > _SIGNALLED:

@@ -116,6 +116,22 @@ def test_a_simulation_from_the_command_line(shell):
     assert shell.left_over() == []
 
 
+def test_both_engines_compute_the_same_bits(shell):
+    """SCAFFOLD, whose clients keep state, and an evaluation on data held back."""
+    summaries = []
+    for engine in ("ray", "in-process"):
+        ended = shell.run(
+            *("-c", "algorithm=scaffold num-clients=4 num-server-rounds=3 fraction-train=0.5 train.device=cpu"),
+            *("-c", "dataset.validation-fraction=0.2", "--engine", engine),
+        )
+        assert ended.code == 0, ended.err
+        folder = Path(ended.out.splitlines()[-1])
+        summary = json.loads((folder / "summary.json").read_text())
+        summaries.append({name: summary[name] for name in ("model_sha256", "final", "validation", "bytes")})
+    assert summaries[0] == summaries[1]
+    assert shell.left_over() == []
+
+
 def test_the_code_of_the_given_app_runs_and_its_failure_is_ours(shell):
     # The clients of a changed copy fail. Were they to import this checkout instead, which is on the PYTHONPATH, is
     # installed and was run before, they would succeed.
