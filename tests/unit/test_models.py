@@ -10,6 +10,7 @@ from torch import nn
 from fedstrat.errors import ConfigError
 from fedstrat.models import MODELS, build, layer_groups, trainable_names
 from fedstrat.models.resnet import Block, ResNet
+from fedstrat.models.wideresnet import WideResNet
 
 
 def num_parameters(model):
@@ -45,6 +46,12 @@ def group_sizes(model):
         ("resnet20", (1, 28, 28)),
         ("resnet20", (1, 8, 8)),
         ("resnet20", (4, 9, 7)),
+        ("resnet18", (3, 9, 7)),
+        ("resnet18", (1, 8, 8)),
+        ("wrn28-4", (4, 9, 7)),
+        ("cnn-fashion", (1, 28, 28)),
+        ("cnn-emnist", (2, 9, 6)),
+        ("cnn-cifar", (3, 33, 40)),
     ],
 )
 def test_logits_and_gradients_for_every_parameter(name, shape):
@@ -67,6 +74,12 @@ def test_logits_and_gradients_for_every_parameter(name, shape):
         ("resnet20", (3, 32, 32), 100, (), 275_572),
         ("resnet56", (3, 32, 32), 10, (), 853_018),
         ("resnet110", (3, 32, 32), 10, (), 1_727_962),
+        ("resnet18", (3, 32, 32), 10, (), 11_173_962),
+        ("cnn-fashion", (1, 28, 28), 10, (), 100_816),
+        ("cnn-fashion", (1, 28, 28), 62, (), 103_468),
+        ("cnn-emnist", (1, 28, 28), 62, (), 3_787_710),
+        ("cnn-cifar", (3, 32, 32), 10, (), 541_094),
+        ("cnn-cifar", (3, 32, 32), 100, (), 586_184),
     ],
 )
 def test_published_parameter_counts(name, shape, classes, hidden, count):
@@ -74,12 +87,128 @@ def test_published_parameter_counts(name, shape, classes, hidden, count):
     assert num_parameters(model) == count
 
 
+def conv(fan_in, fan_out, side):
+    """Parameters of a convolution without bias and of the norm behind it."""
+    return fan_in * fan_out * side**2 + 2 * fan_out
+
+
+def count_resnet(depth, classes):
+    """He et al., section 4.2: 6n + 1 convolutions with a norm each, shortcuts without parameters."""
+    n = (depth - 2) // 6
+    stages = [conv(16, 16, 3) * 2 * n]
+    stages += [conv(width // 2, width, 3) + conv(width, width, 3) * (2 * n - 1) for width in (32, 64)]
+    return conv(3, 16, 3) + sum(stages) + 65 * classes
+
+
+def count_resnet18(classes):
+    """He et al., table 1: stages of four convolutions; from the second on a 1 x 1 shortcut."""
+    later = [
+        conv(width // 2, width, 3) + 3 * conv(width, width, 3) + conv(width // 2, width, 1) for width in (128, 256, 512)
+    ]
+    return conv(3, 64, 3) + 4 * conv(64, 64, 3) + sum(later) + 513 * classes
+
+
+def count_wide(depth, widen, classes):
+    """Zagoruyko and Komodakis, table 1: norms stand before convolutions, shortcuts have none."""
+    n, total, fan_in = (depth - 4) // 6, 3 * 16 * 9, 16
+    for width in (16 * widen, 32 * widen, 64 * widen):
+        total += fan_in * width  # the shortcut of the first block
+        for _ in range(n):
+            total += 2 * fan_in + fan_in * width * 9 + 2 * width + width * width * 9
+            fan_in = width
+    return total + 2 * fan_in + (fan_in + 1) * classes
+
+
+@pytest.mark.parametrize("classes", [10, 100])
+def test_parameter_counts_follow_from_the_papers_tables(classes):
+    def count(name):
+        return num_parameters(build(name, input_shape=(3, 32, 32), num_classes=classes))
+
+    for depth in (20, 32, 44, 56, 110):
+        assert count(f"resnet{depth}") == count_resnet(depth, classes)
+    assert count("resnet18") == count_resnet18(classes)
+    assert count("wrn28-4") == count_wide(28, 4, classes) == {10: 5_849_050, 100: 5_872_180}[classes]
+
+
+@pytest.mark.parametrize(("words", "classes"), [(2, 2), (10_000, 14)])
+def test_textcnn_has_the_parameters_of_its_words_and_three_convolutions(words, classes):
+    model = build("textcnn", input_shape=(16,), num_classes=classes, vocab_size=words)
+    maps = sum(100 * (128 * width + 1) for width in (3, 4, 5))
+    assert num_parameters(model) == words * 128 + maps + (300 + 1) * classes
+
+
+def small(name, num_classes=3):
+    """A small model of the catalogue, and a batch for it."""
+    if name == "textcnn":
+        return build(name, input_shape=(9,), num_classes=num_classes, vocab_size=7), torch.randint(0, 7, (4, 9))
+    shape = (1, 28, 28) if name == "cnn-fashion" else (2, 8, 8)
+    return build(name, input_shape=shape, num_classes=num_classes, hidden=(4,)), torch.randn(4, *shape)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_reduced_precision_and_channels_last_compute_the_same_model(name):
+    torch.manual_seed(0)
+    model, x = small(name)
+    expected = model(x)
+    last = model.to(memory_format=torch.channels_last)
+    y = x.to(memory_format=torch.channels_last) if x.ndim == 4 else x
+    torch.testing.assert_close(last(y), expected, rtol=1e-4, atol=1e-4)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        mixed = model(y)
+    low = model.bfloat16()(y if name == "textcnn" else y.bfloat16())
+    assert low.dtype == torch.bfloat16
+    scale = expected.abs().max()
+    for logits in (mixed, low):
+        assert ((logits.float() - expected).abs() <= 0.1 * scale + 0.02).all()
+    low.float().square().sum().backward()
+    assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
+
+
+def test_textcnn_is_blind_to_padding_behind_the_text_and_never_moves_its_row():
+    model, _ = small("textcnn")
+    assert not model.embedding.weight[0].any()
+    model(torch.tensor([[3, 4, 5, 0, 0, 0, 0, 0, 0]])).sum().backward()
+    grad = model.embedding.weight.grad
+    assert not grad[0].any()
+    assert grad[3:6].any(dim=1).all()
+
+
+def test_textcnn_takes_the_largest_value_of_every_map():
+    # Against a loop over places: dot products of windows of word vectors with the filters.
+    torch.manual_seed(1)
+    model, x = small("textcnn")
+    vectors = model.embedding.weight[x]
+    maxima = []
+    for layer in model.convolutions:
+        width = layer.kernel_size[0]
+        windows = torch.stack([vectors[:, i : i + width].flatten(1) for i in range(9 - width + 1)])
+        filters = layer.weight.transpose(1, 2).flatten(1)
+        maxima.append((windows @ filters.T + layer.bias).relu().amax(dim=0))
+    torch.testing.assert_close(model.features(x), torch.cat(maxima, dim=1))
+
+
+@pytest.mark.parametrize("name", ["resnet18", "wrn28-4"])
+def test_group_norm_with_two_groups_and_no_output_that_depends_on_the_batch(name):
+    model, x = small(name)
+    norms = [module for module in model.modules() if isinstance(module, nn.GroupNorm)]
+    assert {norm.num_groups for norm in norms} == {2}
+    assert len(norms) == {"resnet18": 20, "wrn28-4": 25}[name]
+    torch.testing.assert_close(model(x)[:1], model(x[:1]))
+
+
+def test_resnet18_halves_three_times_and_wrn_twice():
+    x = torch.randn(1, 3, 32, 32)
+    resnet, wide = (build(name, input_shape=(3, 32, 32), num_classes=2) for name in ("resnet18", "wrn28-4"))
+    assert resnet.stages(resnet.conv1(x)).shape == (1, 512, 4, 4)
+    assert wide.stages(wide.conv1(x)).shape == (1, 256, 8, 8)
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_built_in_models_have_no_buffers_and_a_seed_decides_their_weights(name):
     states = []
     for seed in (1, 1, 2):
         torch.manual_seed(seed)
-        model = build(name, input_shape=(1, 8, 8), num_classes=3, hidden=(4,))
+        model, _ = small(name)
         assert not list(model.buffers())
         states.append(torch.cat([parameter.detach().flatten() for parameter in model.parameters()]))
     assert torch.equal(states[0], states[1])
@@ -123,7 +252,7 @@ def test_a_resnet_output_does_not_depend_on_the_rest_of_the_batch():
     ("settings", "message"),
     [
         ({"name": "resnet-20"}, r"unknown model 'resnet-20'; did you mean 'resnet20'\?"),
-        ({"name": "transformer"}, "There are mlp, cnn, resnet20"),
+        ({"name": "transformer"}, "There are mlp, cnn, .*resnet20"),
         ({"name": "my_pkg.module.Net"}, "my_pkg.module:Factory"),
         ({"name": "mlp", "hidden": (10, 0)}, "hidden widths"),
         ({"name": "cnn", "input_shape": (64,)}, r"shape \(64,\)"),
@@ -131,11 +260,23 @@ def test_a_resnet_output_does_not_depend_on_the_rest_of_the_batch():
         ({"name": "resnet20", "input_shape": (28, 28)}, r"shape \(28, 28\)"),
         ({"name": "mlp", "num_classes": 0}, "at least 1 class"),
         ({"name": "mlp", "input_shape": (0,)}, "positive input sizes"),
+        ({"name": "resnet18", "input_shape": (28, 28)}, r"'resnet18': .* shape \(28, 28\)"),
+        ({"name": "wrn28-4", "input_shape": (64,)}, r"'wrn28-4': .* shape \(64,\)"),
+        ({"name": "cnn-cifar", "input_shape": (3, 7, 32)}, r"'cnn-cifar': .* 3 convolutions"),
+        ({"name": "textcnn"}, "'textcnn': expected texts.*'dbpedia14' or 'csv'"),
+        ({"name": "textcnn", "input_shape": (4,), "vocab_size": 9}, r"at least 5 words \(dataset.max-length\)"),
+        ({"name": "mlp", "input_shape": (4,), "vocab_size": 9}, "'mlp': expected numbers.* textcnn reads them"),
     ],
 )
 def test_an_impossible_model_is_a_config_error(settings, message):
     with pytest.raises(ConfigError, match=message):
         build(**{"input_shape": (1, 8, 8), "num_classes": 10, **settings})
+
+
+@pytest.mark.parametrize("depth", [4, 20, 27])
+def test_a_wide_resnet_depth_is_6n_plus_4(depth):
+    with pytest.raises(ConfigError, match=rf"6n \+ 4 .* got {depth}"):
+        WideResNet(depth=depth, widen=1, input_shape=(3, 8, 8), num_classes=2)
 
 
 @pytest.mark.parametrize("depth", [2, 18, 21])
@@ -262,6 +403,21 @@ def test_resnet_has_as_many_groups_as_layers(depth):
     assert min(sizes.values()) == sizes["conv1"] == 464  # 16·3·9 weights, 16 scales, 16 shifts
     assert sum(sizes.values()) == num_parameters(model)
     assert sizes["linear"] == 650
+
+
+def test_groups_of_the_other_networks():
+    sizes = group_sizes(build("resnet18", input_shape=(3, 32, 32), num_classes=10))
+    assert len(sizes) == 21  # 17 convolutions, 3 shortcuts, the linear layer; each norm is with its convolution
+    assert sizes["conv1"] == conv(3, 64, 3)
+    assert sizes["stages.1.0.shortcut.0"] == conv(64, 128, 1)
+    sizes = group_sizes(build("wrn28-4", input_shape=(3, 32, 32), num_classes=10))
+    assert len(sizes) == 25 + 3 + 1 + 12 + 1  # convolutions, shortcuts, linear, first norms of blocks, last norm
+    assert sizes["stages.0.0.norm1"] == 2 * 16
+    assert sizes["stages.0.0.conv1"] == conv(16, 64, 3)
+    assert sizes["stages.0.0.conv2"] == 64 * 64 * 9
+    assert sizes["norm"] == 2 * 256
+    assert len(group_sizes(small("textcnn")[0])) == 5
+    assert {len(group_sizes(small(f"cnn-{name}")[0])) for name in ("fashion", "emnist", "cifar")} == {5}
 
 
 def test_mlp_has_one_group_per_linear_layer():

@@ -13,13 +13,25 @@ NAMES = {
     "mlp": ["layers.0.weight", "layers.0.bias", "layers.1.weight", "layers.1.bias"],
     "cnn": [f"{m}.{p}" for m in ("conv1", "conv2", "fc1", "fc2", "fc3") for p in ("weight", "bias")],
 }
-WIDTHS = {"mlp": 5, "cnn": 84}
+WIDTHS = {
+    "mlp": 5,
+    "cnn": 84,
+    "cnn-fashion": 50,
+    "cnn-emnist": 512,
+    "cnn-cifar": 500,
+    "resnet18": 512,
+    "wrn28-4": 256,
+    "textcnn": 300,
+}
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_built_in_models_end_their_representation_before_the_last_layer(name: str) -> None:
-    model = build(name, input_shape=(1, 8, 8), num_classes=3, hidden=(5,))
-    x = torch.randn(2, 1, 8, 8)
+    if name == "textcnn":
+        model, x = build(name, input_shape=(9,), num_classes=3, vocab_size=7), torch.randint(0, 7, (2, 9))
+    else:
+        shape = (1, 28, 28) if name == "cnn-fashion" else (1, 8, 8)
+        model, x = build(name, input_shape=shape, num_classes=3, hidden=(5,)), torch.randn(2, *shape)
     features, classify = split(model)
     z = features(x)
     assert z.shape == (2, WIDTHS.get(name, 64))
