@@ -3,10 +3,10 @@
 Two kinds of client:
 
 * A node whose node config has ``dataset.dir`` loads that private folder, whole. ``dataset.name`` in the node
-  config says what it holds (default ``npz``). Its official test part is its test part; without one,
-  ``dataset.test-fraction`` of its samples are.
+  config says what it holds (default: the run config's, if that is ``npz``, ``csv`` or ``images``, else ``npz``). Its
+  official test part is its test part; without one, ``dataset.test-fraction`` of its samples are.
 * Every other node takes part ``partition-id`` of the run config's data set, shared out over ``num-clients``
-  clients (0: over ``num-partitions`` of the node config), and splits it by ``dataset.test-fraction``.
+  clients (0: over ``num-partitions`` of the node config) as :mod:`fedstrat.data.protocols` says.
 
 Of its train part ``dataset.validation-fraction`` (0: nothing) is held back: never trained on, and only evaluated
 after the last round. Partition and splits depend on the run config's ``seed`` alone.
@@ -20,7 +20,9 @@ from typing import NamedTuple, TypeVar, cast
 import numpy as np
 
 from fedstrat.data import sources
-from fedstrat.data.partition import Indices, partition, split
+from fedstrat.data.partition import Indices, split
+from fedstrat.data.protocols import Share, share_out
+from fedstrat.data.text import Coding
 from fedstrat.errors import ConfigError, DataError
 from fedstrat.seeding import derive, rng
 
@@ -54,8 +56,16 @@ def assign(run_config: Mapping[str, object], node_config: Mapping[str, object]) 
     """
     fraction = setting(run_config, "dataset.test-fraction", float)
     seed = setting(run_config, "seed", int)
-    if private := _private_folder(node_config):
-        source = sources.load(*private)
+    if private := _private_folder(run_config, node_config):
+        name, directory = private
+        reading = _reading(run_config, name)
+        if name in sources.TEXTS and reading.coding.vocabulary == "frequent":
+            raise DataError(
+                f"dataset.vocabulary 'frequent' counts the words of data that all clients share, but {directory} is"
+                " this node's own, and others would number the words otherwise; set it to 'hashed', or to 'file' and"
+                " put the same vocabulary.txt into every node's folder"
+            )
+        source = sources.load(name, directory, reading)
         if source.num_train < len(source.y):
             own = Assignment(source, np.arange(source.num_train), np.arange(source.num_train, len(source.y)))
         else:
@@ -63,9 +73,8 @@ def assign(run_config: Mapping[str, object], node_config: Mapping[str, object]) 
         return _hold_back(own, run_config, derive(seed, "validation"))
     name = _node_text(node_config, "dataset.name") or setting(run_config, "dataset.name", str)
     index, num_clients = _position(run_config, node_config)
-    parts = _parts(run_config, name, num_clients)
-    source = sources.load(name, setting(run_config, "dataset.dir", str))
-    own = Assignment(source, *split(parts[index], fraction, derive(seed, "split", index)))
+    share = _shares(run_config, name, num_clients)[index]
+    own = Assignment(_load(run_config, name), *share)
     return _hold_back(own, run_config, derive(seed, "validation", index))
 
 
@@ -80,17 +89,16 @@ def others(run_config: Mapping[str, object], node_config: Mapping[str, object]) 
         At most ``MOST_ELSEWHERE`` samples of all other clients' test parts together, drawn by the seed and this
         client's place, as the test part; None for a node with private data, which has nobody else's.
     """
-    if _private_folder(node_config):
+    if _private_folder(run_config, node_config):
         return None
-    fraction, seed = setting(run_config, "dataset.test-fraction", float), setting(run_config, "seed", int)
+    seed = setting(run_config, "seed", int)
     name = _node_text(node_config, "dataset.name") or setting(run_config, "dataset.name", str)
     index, num_clients = _position(run_config, node_config)
-    parts = _parts(run_config, name, num_clients)
-    tests = [split(part, fraction, derive(seed, "split", i))[1] for i, part in enumerate(parts) if i != index]
+    tests = [share.test for i, share in enumerate(_shares(run_config, name, num_clients)) if i != index]
     every = np.concatenate([np.empty(0, np.int64), *tests])
     if len(every) > MOST_ELSEWHERE:
         every = np.sort(rng(seed, "elsewhere", index).choice(every, MOST_ELSEWHERE, replace=False))
-    return Assignment(sources.load(name, setting(run_config, "dataset.dir", str)), every[:0], every)
+    return Assignment(_load(run_config, name), every[:0], every)
 
 
 def num_examples(run_config: Mapping[str, object], node_config: Mapping[str, object]) -> int:
@@ -103,22 +111,15 @@ def num_examples(run_config: Mapping[str, object], node_config: Mapping[str, obj
     return len(assign(run_config, node_config).train)
 
 
-def client_parts(run_config: Mapping[str, object], num_clients: int = 0) -> tuple[Indices, ...]:
-    """Return the samples, train and test, of every simulated client.
-
-    Called before a simulated run starts, it fetches the data set where need be and finds that a partition is
-    impossible.
-
-    Args:
-        run_config: As in :func:`assign`.
-        num_clients: How many clients there are; 0 takes the run config's ``num-clients``.
+def shared(run_config: Mapping[str, object]) -> tuple[sources.Source, tuple[Share, ...]]:
+    """Return the data set of a simulation and what each of its ``num-clients`` clients holds of it.
 
     Raises:
         ConfigError: As :func:`assign`.
         DataError: As :func:`assign`.
     """
-    number = num_clients or setting(run_config, "num-clients", int)
-    return _parts(run_config, setting(run_config, "dataset.name", str), number)
+    name = setting(run_config, "dataset.name", str)
+    return _load(run_config, name), _shares(run_config, name, setting(run_config, "num-clients", int))
 
 
 def describe(
@@ -126,29 +127,45 @@ def describe(
 ) -> tuple[tuple[int, ...], int]:
     """Return the shape of one input and the number of classes, what a model is built from.
 
-    For the named sets nothing is read: the server of a deployment has no data. ``npz`` is read from the
-    ``dataset.dir`` of the node config, else of the run config.
+    For the named sets nothing is read: the server of a deployment has no data. ``npz``, ``csv`` and ``images`` are
+    read from the ``dataset.dir`` of the node config, else of the run config.
 
     Raises:
         ConfigError: As :func:`assign`.
-        DataError: The name is unknown, or it is ``npz`` and this process has no folder to look into.
+        DataError: The name is unknown, or it is one of these three and this process has no folder to look into.
     """
     name = setting(run_config, "dataset.name", str)
     if name in sources.NAMED:
         known = sources.NAMED[name]
-        return known.input_shape, known.num_classes
+        shape = (setting(run_config, "dataset.max-length", int),) if name in sources.TEXTS else known.input_shape
+        return shape, known.num_classes
     directory = setting(run_config, "dataset.dir", str)
-    if name == "npz":
+    if name in sources.OWN:
         directory = _node_text(node_config or {}, "dataset.dir") or directory
         if not directory or not sources.folder(name, directory).is_dir():
+            enough = {
+                "npz": "a train.npz like the clients' (one row of x and y and num_classes will do)",
+                "csv": "a train.csv like the clients' (one row, and classes.txt with all classes, will do)",
+                "images": "sub-folders like the clients' (one picture, and classes.txt with all classes, will do)",
+            }[name]
             raise DataError(
-                "the model's input shape and number of classes come from the data set 'npz', but dataset.dir"
+                f"the model's input shape and number of classes come from the data set '{name}', but dataset.dir"
                 f" is {repr(directory) if directory else 'empty'}, no folder that this process can see; set"
-                " dataset.dir to a folder with a train.npz like the clients' (one row of x and y and"
-                " num_classes will do), or model.name to a factory of your own, my_package.module:Factory"
+                f" dataset.dir to a folder with {enough}, or model.name to a factory of your own,"
+                " my_package.module:Factory"
             )
-    source = sources.load(name, directory)
+    source = sources.load(name, directory, _reading(run_config, name))
     return source.input_shape, source.num_classes
+
+
+def vocab_size(run_config: Mapping[str, object]) -> int:
+    """Return the number of word ids of a data set of texts, 0 for any other; nothing is read.
+
+    Raises:
+        ConfigError: As :func:`assign`.
+    """
+    is_text = setting(run_config, "dataset.name", str) in sources.TEXTS
+    return setting(run_config, "dataset.vocab-size", int) if is_text else 0
 
 
 def setting(run_config: Mapping[str, object], key: str, kind: type[T]) -> T:
@@ -175,9 +192,31 @@ def _hold_back(own: Assignment, run_config: Mapping[str, object], seed: int) -> 
     return replace(own, train=own.train[np.isin(own.train, kept)], validation=validation)
 
 
-def _private_folder(node_config: Mapping[str, object]) -> tuple[str, str] | None:
+def _private_folder(run_config: Mapping[str, object], node_config: Mapping[str, object]) -> tuple[str, str] | None:
     directory = _node_text(node_config, "dataset.dir")
-    return (_node_text(node_config, "dataset.name") or "npz", directory) if directory else None
+    if not directory:
+        return None
+    wanted = run_config.get("dataset.name")
+    usual = wanted if isinstance(wanted, str) and wanted in sources.OWN else "npz"
+    return _node_text(node_config, "dataset.name") or usual, directory
+
+
+def _reading(run_config: Mapping[str, object], name: str) -> sources.Reading:
+    """How the files of a set are read; asks for no key that the set doesn't need."""
+    if name in sources.TEXTS:
+        coding = Coding(
+            setting(run_config, "dataset.vocabulary", str),
+            setting(run_config, "dataset.vocab-size", int),
+            setting(run_config, "dataset.max-length", int),
+        )
+        return sources.Reading(coding=coding)
+    if name == "images":
+        return sources.Reading(image_size=setting(run_config, "dataset.image-size", int))
+    return sources.Reading()
+
+
+def _load(run_config: Mapping[str, object], name: str) -> sources.Source:
+    return sources.load(name, setting(run_config, "dataset.dir", str), _reading(run_config, name))
 
 
 def _node_text(node_config: Mapping[str, object], key: str) -> str:
@@ -211,48 +250,57 @@ def _position(run_config: Mapping[str, object], node_config: Mapping[str, object
 
 
 class _Request(NamedTuple):
-    """All that a partition depends on."""
+    """All that the shares depend on."""
 
     name: str
     directory: str
-    files: tuple[tuple[str, int, int], ...]  # so that files that changed are partitioned anew
+    reading: sources.Reading
+    files: tuple[tuple[str, int, int], ...]  # so that files that changed are shared out anew
     num_clients: int
     scheme: str
     alpha: float
     classes_per_client: int
     min_size: int
+    test_fraction: float
     seed: int
 
 
-def _parts(run_config: Mapping[str, object], name: str, num_clients: int) -> tuple[Indices, ...]:
+def _shares(run_config: Mapping[str, object], name: str, num_clients: int) -> tuple[Share, ...]:
     directory = setting(run_config, "dataset.dir", str)
     has_files = name != "digits" and name in sources.SOURCES
-    return _cached_parts(
+    return _cached_shares(
         _Request(
             name=name,
             directory=directory,
-            files=sources.stamp(sources.folder(name, directory)) if has_files else (),
+            reading=_reading(run_config, name),
+            files=sources.stamp(name, sources.folder(name, directory)) if has_files else (),
             num_clients=num_clients,
             scheme=setting(run_config, "dataset.partition", str),
             alpha=setting(run_config, "dataset.alpha", float),
             classes_per_client=setting(run_config, "dataset.classes-per-client", int),
             min_size=setting(run_config, "dataset.min-size", int),
+            test_fraction=setting(run_config, "dataset.test-fraction", float),
             seed=setting(run_config, "seed", int),
         )
     )
 
 
 @functools.lru_cache(maxsize=8)
-def _cached_parts(request: _Request) -> tuple[Indices, ...]:
-    parts = partition(
-        sources.load(request.name, request.directory).y,
+def _cached_shares(request: _Request) -> tuple[Share, ...]:
+    source = sources.load(request.name, request.directory, request.reading)
+    shares = share_out(
+        source.y,
         request.num_clients,
         request.scheme,
         alpha=request.alpha,
         classes_per_client=request.classes_per_client,
         min_size=request.min_size,
+        test_fraction=request.test_fraction,
         seed=request.seed,
+        num_train=source.num_train,
+        groups=source.groups,
     )
-    for part in parts:
-        part.setflags(write=False)
-    return tuple(parts)
+    for share in shares:
+        for part in share:
+            part.setflags(write=False)
+    return tuple(shares)

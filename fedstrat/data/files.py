@@ -6,7 +6,7 @@ import sys
 import warnings
 import zipfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,12 +25,23 @@ DOWNLOAD_TIMEOUT_SECONDS = 20.0
 
 
 class Raw(NamedTuple):
-    """Arrays as read: x (n, ...) uint8 channels first or float32, y int64 (n,); the first num_train train."""
+    """Arrays as read.
+
+    Attributes:
+        x: (n, ...) uint8 pixels, channels first, or float32, or int32 word ids.
+        y: Classes, int64 (n,).
+        num_train: The first so many are the train part.
+        num_classes: K.
+        groups: Who a sample comes from, for example its writer, int64 (n,); None if the files don't say.
+        vocab_size: Number of word ids for texts, else 0.
+    """
 
     x: NDArray[Any]
     y: NDArray[np.int64]
     num_train: int
     num_classes: int
+    groups: NDArray[np.int64] | None = None
+    vocab_size: int = 0
 
 
 def read_npz(where: Path) -> Raw:
@@ -39,7 +50,8 @@ def read_npz(where: Path) -> Raw:
     Each holds ``x`` and ``y``: x of shape (n, d), (n, height, width), (n, height, width, channels) or
     (n, channels, height, width), uint8 or floating; y integers of shape (n,), classes from 0. A last axis of
     1 or 3 is taken for the channels unless axis 1 is 1 or 3 as well. ``train.npz`` may also hold the number
-    ``num_classes``, for a folder that lacks the last classes.
+    ``num_classes``, for a folder that lacks the last classes, and each file ``group``: integers of shape (n,) that
+    say who a sample comes from, for the partition ``natural``.
 
     Raises:
         DataError: A file is missing or damaged, or an array isn't as above.
@@ -52,27 +64,55 @@ def read_npz(where: Path) -> Raw:
             f"expected train.npz (arrays x and y) in {where}, but {state}; set dataset.dir to the folder that"
             " has it (an absolute path: apps run in another working directory)"
         )
-    x, y, declared = _read_part(train)
+    x, y, group, declared = _read_part(train)
     num_train = len(x)
     if test.is_file():
-        test_x, test_y, _ = _read_part(test)
+        test_x, test_y, test_group, _ = _read_part(test)
         if (test_x.dtype, test_x.shape[1:]) != (x.dtype, x.shape[1:]):
             raise DataError(
                 f"expected x of {test} to match train.npz, {x.dtype} samples of shape {x.shape[1:]}, but it"
                 f" has {test_x.dtype} samples of shape {test_x.shape[1:]}"
             )
+        if (group is None) != (test_group is None):
+            raise DataError(f"expected both files of {where} or none to hold 'group', but only one does")
         x, y = np.concatenate([x, test_x]), np.concatenate([y, test_y])
+        group = None if group is None or test_group is None else np.concatenate([group, test_group])
     num_classes = int(y.max(initial=-1)) + 1
     if declared is not None and num_classes > declared:
         raise DataError(f"{train} says num_classes = {declared}, but {where} has label {num_classes - 1}")
-    return Raw(x, y, num_train, num_classes if declared is None else declared)
+    return Raw(x, y, num_train, num_classes if declared is None else declared, group)
 
 
-def _read_part(path: Path) -> tuple[NDArray[Any], NDArray[np.int64], int | None]:
+def read_classes(where: Path) -> tuple[str, ...]:
+    """Read the names of all classes, in the order of their index, from ``classes.txt``; empty without that file.
+
+    Raises:
+        DataError: It can't be read, or names a class twice.
+    """
+    path = where / "classes.txt"
+    if not path.is_file():
+        return ()
+    try:
+        names = [line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{path} can't be read as UTF-8 text, a class a line: {_first_line(error)}") from error
+    twice = next((name for place, name in enumerate(names) if name in names[:place]), None)
+    if twice is not None or not names:
+        came = f"it has {twice!r} twice" if names else "it is empty"
+        raise DataError(f"expected {path} to name every class once, a line each, but {came}")
+    return tuple(names)
+
+
+def class_index(names: Sequence[str]) -> dict[str, int]:
+    """Number the classes from 0, in the order given."""
+    return {name: index for index, name in enumerate(names)}
+
+
+def _read_part(path: Path) -> tuple[NDArray[Any], NDArray[np.int64], NDArray[np.int64] | None, int | None]:
     try:
         # Opened here, since np.load leaves a file open that turns out to be a torn archive.
         with path.open("rb") as stream, np.load(stream, allow_pickle=False) as file:
-            arrays = {key: file[key] for key in ("x", "y", "num_classes") if key in file}
+            arrays = {key: file[key] for key in ("x", "y", "group", "num_classes") if key in file}
             held = list(file)
         declared = int(arrays["num_classes"]) if "num_classes" in arrays else None
     except (
@@ -98,7 +138,13 @@ def _read_part(path: Path) -> tuple[NDArray[Any], NDArray[np.int64], int | None]
         )
     if len(y) and int(y.min()) < 0:
         raise DataError(f"expected classes from 0 up in 'y' of {path}, but got {y.min()}")
-    return x, y.astype(np.int64), declared
+    group = arrays.get("group")
+    if group is not None and (group.dtype.kind not in "iu" or group.shape != y.shape):
+        raise DataError(
+            f"expected 'group' of {path} to be integers of shape ({len(x)},), who each row of x comes from, but got"
+            f" {group.dtype} of shape {group.shape}"
+        )
+    return x, y.astype(np.int64), None if group is None else group.astype(np.int64), declared
 
 
 def _inputs(x: NDArray[Any], path: Path) -> NDArray[Any]:
@@ -152,7 +198,7 @@ def _download(name: str, kind: str, where: Path) -> tuple[Part, Part]:
     try:
         where.mkdir(parents=True, exist_ok=True)
         # One process of this machine downloads; those that waited find the files and read them.
-        with _locked(where / ".download.lock"), _socket_timeout(DOWNLOAD_TIMEOUT_SECONDS):
+        with locked(where / ".download.lock"), _socket_timeout(DOWNLOAD_TIMEOUT_SECONDS):
             logger.warning("Data set '%s' isn't complete in %s: downloading it", name, where)
             return _torchvision_parts(kind, where, download=True)
     except Exception as error:
@@ -181,7 +227,8 @@ def _torchvision_parts(kind: str, where: Path, *, download: bool) -> tuple[Part,
 
 
 @contextmanager
-def _locked(path: Path) -> Iterator[None]:
+def locked(path: Path) -> Iterator[None]:
+    """Hold the lock of a file against the other processes of this machine."""
     with path.open("w") as lock:
         if sys.platform != "win32":
             fcntl.flock(lock, fcntl.LOCK_EX)

@@ -55,7 +55,9 @@ def partition(
         DataError: The partition can't exist, or the scheme is unknown.
     """
     labels = np.asarray(labels)
-    _check_request(labels, num_clients, scheme, min_size)
+    if scheme not in PARTITIONS:
+        raise DataError(f"unknown partition '{scheme}'{nearest(scheme, PARTITIONS)} There are: {', '.join(PARTITIONS)}")
+    check_request(labels, num_clients, min_size)
     generator = rng(seed, "partition", scheme)
     if scheme == "iid":
         quotient, remainder = divmod(len(labels), num_clients)
@@ -63,15 +65,15 @@ def partition(
     elif scheme == "pathological":
         owner = _pathological(labels, num_clients, classes_per_client, generator)
     else:
-        _check_alpha(alpha)
+        check_alpha(alpha)
         concentration = np.full(num_clients, float(alpha))
         if scheme == "quantity":
-            owner = _deal(_sizes(generator.dirichlet(concentration), len(labels)), generator)
+            owner = _deal(cut(generator.dirichlet(concentration), len(labels)), generator)
         else:
             owner = np.empty(len(labels), dtype=np.int64)
             for label in np.unique(labels):
                 samples = np.flatnonzero(labels == label)
-                owner[samples] = _deal(_sizes(generator.dirichlet(concentration), len(samples)), generator)
+                owner[samples] = _deal(cut(generator.dirichlet(concentration), len(samples)), generator)
         _top_up(owner, num_clients, min_size, generator)
     sizes = np.bincount(owner, minlength=num_clients)
     if sizes.min() < min_size:  # pathological alone
@@ -111,9 +113,8 @@ def split(indices: Indices, test_fraction: float, seed: int) -> tuple[Indices, I
     return np.sort(shuffled[:num_train]), np.sort(shuffled[num_train:])
 
 
-def _check_request(labels: NDArray[np.generic], num_clients: int, scheme: str, min_size: int) -> None:
-    if scheme not in PARTITIONS:
-        raise DataError(f"unknown partition '{scheme}'{nearest(scheme, PARTITIONS)} There are: {', '.join(PARTITIONS)}")
+def check_request(labels: NDArray[np.generic], num_clients: int, min_size: int) -> None:
+    """Refuse labels that aren't integers, no clients, and more samples than there are."""
     if labels.ndim != 1 or labels.dtype.kind not in "iu":
         raise DataError(
             f"expected one integer label per sample, shape (n,), but got {labels.dtype} of shape {labels.shape}"
@@ -131,7 +132,8 @@ def _check_request(labels: NDArray[np.generic], num_clients: int, scheme: str, m
         )
 
 
-def _check_alpha(alpha: float) -> None:
+def check_alpha(alpha: float) -> None:
+    """Refuse a concentration of the Dirichlet distribution that isn't above 0 and finite."""
     if not (alpha > 0 and math.isfinite(alpha)):
         raise DataError(
             "expected dataset.alpha, the concentration of the Dirichlet distribution, to be above 0 and"
@@ -139,8 +141,8 @@ def _check_alpha(alpha: float) -> None:
         )
 
 
-def _sizes(shares: NDArray[np.float64], num_samples: int) -> Indices:
-    """Cut ``num_samples`` at the cumulated shares."""
+def cut(shares: NDArray[np.float64], num_samples: int) -> Indices:
+    """Cut ``num_samples`` at the cumulated shares; returns how many fall to each."""
     # The shares may add up to a rounding error off 1: the last cut is set, the others kept within it.
     cuts = np.minimum(np.floor(np.cumsum(shares) * num_samples), num_samples).astype(np.int64)
     cuts[-1] = num_samples

@@ -297,6 +297,7 @@ def _contradictions(config: RunKeys) -> list[str]:
             f" {config.num_clients} clients 'fraction-train' = {config.fraction_train:g} lets {cohort} train"
             f" in a round; lower 'min-replies' or raise 'fraction-train'"
         )
+    problems += _data_contradictions(config)
     goals = {"target-accuracy": config.target_accuracy, "patience": config.patience}
     for name, goal in goals.items():
         if goal and config.fraction_evaluate == 0.0 and not config.evaluate_in_train:
@@ -308,5 +309,29 @@ def _contradictions(config: RunKeys) -> list[str]:
         problems.append(
             f"run config: 'evaluate-in-train' needs the model in the training messages, where '{config.algorithm}'"
             " sends packs; set it to false"
+        )
+    return problems
+
+
+def _data_contradictions(config: RunKeys) -> list[str]:
+    from fedstrat.data.protocols import FIXED  # noqa: PLC0415  (so that a wrong key is told before data are)
+    from fedstrat.data.sources import TEXTS  # noqa: PLC0415
+    from fedstrat.models.catalogue import FOR_TEXT  # noqa: PLC0415  (imports torch)
+
+    dataset, model = config.dataset, config.model.name
+    problems = [
+        f"run config: 'dataset.{kebab(name)}' = {getattr(dataset, name):g} would be ignored, as the partition"
+        f" '{dataset.partition}' fixes it at {fixed:g}; set it to that, or choose another 'dataset.partition'"
+        for name, fixed in FIXED.get(dataset.partition, {}).items()
+        if getattr(dataset, name) not in (fixed, getattr(type(dataset)(), name))
+    ]
+    if ":" not in model and (dataset.name in TEXTS) != (model in FOR_TEXT):
+        texts = f"{', '.join(FOR_TEXT)} or one of your own"
+        problems.append(
+            f"run config: 'dataset.name' = '{dataset.name}' holds texts, which 'model.name' = '{model}' can't read; set"
+            f" 'model.name' to {texts}"
+            if dataset.name in TEXTS
+            else f"run config: 'model.name' = '{model}' reads texts, but 'dataset.name' = '{dataset.name}' holds none;"
+            f" set 'dataset.name' to {' or '.join(TEXTS)}, or choose another 'model.name'"
         )
     return problems

@@ -30,9 +30,9 @@ def dataset_names() -> Iterable[str]:
 
 def partition_names() -> Iterable[str]:
     """Names that the key ``dataset.partition`` takes."""
-    from fedstrat.data.partition import PARTITIONS  # noqa: PLC0415
+    from fedstrat.data.protocols import SCHEMES  # noqa: PLC0415
 
-    return PARTITIONS
+    return SCHEMES
 
 
 def model_names() -> Iterable[str]:
@@ -77,9 +77,9 @@ class DatasetKeys(Table):
     alpha: float = Field(
         default=0.1,
         gt=0.0,
-        description="concentration of the dirichlet and quantity partitions; smaller is more uneven",
+        description="concentration of the Dirichlet draws of a partition; smaller is more uneven",
     )
-    classes_per_client: int = Field(default=2, ge=1, description="classes per client of the pathological partition")
+    classes_per_client: int = Field(default=2, ge=1, description="classes per client of the pathological partitions")
     min_size: int = Field(default=5, ge=0, description="smallest number of samples that a client may get")
     test_fraction: float = Field(
         default=0.2, ge=0.0, lt=1.0, description="share of each client's samples that it keeps for testing"
@@ -89,6 +89,14 @@ class DatasetKeys(Table):
         ge=0.0,
         lt=1.0,
         description="share of each client's training samples that is held back, to choose settings with; 0: off",
+    )
+    vocabulary: Literal["hashed", "frequent", "file"] = Field(
+        default="hashed", description="which id a word of a text has; frequent needs data that all clients share"
+    )
+    vocab_size: int = Field(default=10_000, ge=3, description="number of word ids, padding and unknown word included")
+    max_length: int = Field(default=64, ge=1, description="words of a text that count; shorter texts are padded")
+    image_size: int = Field(
+        default=0, ge=0, description="side in pixels that pictures of image folders are brought to; 0: as they are"
     )
 
 

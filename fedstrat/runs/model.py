@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 import torch
 
-from fedstrat.data.clients import describe, setting
+from fedstrat.data.clients import describe, setting, vocab_size
 from fedstrat.errors import DataError
 from fedstrat.models import build
 from fedstrat.models.custom import build_custom
@@ -30,7 +30,7 @@ def build_model(run_config: Mapping[str, object], node_config: Mapping[str, obje
 
     Args:
         run_config: Flat; reads ``model.*`` and ``dataset.*``.
-        node_config: A client's; its private folder tells the shapes of ``npz`` data.
+        node_config: A client's; its private folder tells the shapes of ``npz``, ``csv`` and ``images`` data.
 
     Raises:
         ConfigError: There is no such model, or it can't be built for these shapes.
@@ -44,4 +44,6 @@ def build_model(run_config: Mapping[str, object], node_config: Mapping[str, obje
         if ":" not in name:
             raise
         return build_custom(name)  # a server without data: the factory may know the shapes by itself
-    return build(name, input_shape=input_shape, num_classes=num_classes, hidden=hidden)
+    return build(
+        name, input_shape=input_shape, num_classes=num_classes, hidden=hidden, vocab_size=vocab_size(run_config)
+    )

@@ -225,6 +225,30 @@ def test_goals_need_evaluations():
         assert f"'{name}'" in refused({name: goal, "fraction-evaluate": 0})
 
 
+def test_what_a_protocol_fixes_can_not_be_set_otherwise():
+    for name, value in (("min-size", 20), ("min-size", 5), ("test-fraction", 0.2)):
+        parse({"dataset.partition": "craft", f"dataset.{name}": value})
+    message = refused({"dataset.partition": "craft", "dataset.min-size": 7, "dataset.test-fraction": 0.5})
+    assert "'dataset.min-size' = 7 would be ignored, as the partition 'craft' fixes it at 20" in message
+    assert "'dataset.test-fraction' = 0.5 would be ignored, as the partition 'craft' fixes it at 0.2" in message
+    parse({"dataset.partition": "fedvssam-dirichlet", "dataset.test-fraction": 0.5})
+    assert "fixes it at 0.25" in refused({"dataset.partition": "fedcspack", "dataset.test-fraction": 0.3})
+
+
+def test_texts_need_a_model_that_reads_them():
+    parse({"dataset.name": "csv", "model.name": "textcnn"})
+    parse({"dataset.name": "dbpedia14", "model.name": "my_pkg.module:Factory"})
+    assert "holds texts, which 'model.name' = 'mlp' can't read; set 'model.name' to textcnn" in refused(
+        {"dataset.name": "dbpedia14"}
+    )
+    assert "'model.name' = 'textcnn' reads texts, but 'dataset.name' = 'digits' holds none; set" in refused(
+        {"model.name": "textcnn"}
+    )
+    assert "'hashed' | 'frequent' | 'file'" in refused({"dataset.vocabulary": "hash"})
+    for name, value in (("vocab-size", 2), ("max-length", 0), ("image-size", -1)):
+        assert f"expected 'dataset.{name}'" in refused({f"dataset.{name}": value})
+
+
 # --- the strategy ----------------------------------------------------------------------------------------
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from fedstrat.data.clients import assign, client_parts, describe, num_examples
+from fedstrat.data.clients import assign, describe, num_examples, shared, vocab_size
 from fedstrat.data.loaders import Batches, CropAndFlip, client_data
 from fedstrat.data.partition import partition
 from fedstrat.data.sources import NAMED, load
@@ -125,7 +125,7 @@ def test_simulated_clients_share_the_data_out_without_overlap():
         assert num_examples(RUN, node(index)) == len(own.train)
         seen += [*own.train, *own.test]
     assert sorted(seen) == list(range(1797))
-    assert [len(part) for part in client_parts(RUN)] == [len(part) for part in parts]
+    assert [len(share.train) + len(share.test) for share in shared(RUN)[1]] == [len(part) for part in parts]
 
 
 def test_each_client_has_a_split_of_its_own():
@@ -142,7 +142,7 @@ def test_changed_files_are_shared_out_anew(tmp_path):
     run = RUN | {"dataset.name": "npz", "dataset.dir": str(tmp_path), "dataset.partition": "iid"}
     for count in (500, 1000):
         np.savez(tmp_path / "train.npz", x=np.ones((count, 2)), y=np.zeros(count, int))
-        assert sum(len(part) for part in client_parts(run)) == count
+        assert sum(len(share.train) + len(share.test) for share in shared(run)[1]) == count
 
 
 def test_client_data_holds_its_own_examples():
@@ -210,6 +210,54 @@ def test_private_folder_of_a_named_set_is_normalised_and_augmented(tmp_path):
     assert plain.train.x.min() >= 0
 
 
+TEXT = {"dataset.vocabulary": "hashed", "dataset.vocab-size": 50, "dataset.max-length": 4}
+
+
+def test_private_texts_have_the_same_ids_on_every_node(tmp_path):
+    for name, rows in (("one", "0,red house\n0,a\n"), ("two", "1,house red\n1,b\n")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "train.csv").write_text(rows)
+        (tmp_path / name / "test.csv").write_text("0,house\n")
+    run = RUN | TEXT | {"dataset.name": "csv"}
+    one, two = (client_data(run, {"dataset.dir": str(tmp_path / name)}, seed=0) for name in ("one", "two"))
+    assert one.train.x.dtype == torch.int64
+    assert one.train.x[0].tolist() == [*reversed(two.train.x[0, :2].tolist()), 0, 0]
+    assert torch.equal(one.test.x, two.test.x)
+    with pytest.raises(DataError, match=r"'frequent' counts .* this node's own.*'hashed', or to 'file'"):
+        client_data(run | {"dataset.vocabulary": "frequent"}, {"dataset.dir": str(tmp_path / "one")}, seed=0)
+
+
+def test_simulated_clients_share_the_frequent_words_of_all(tmp_path):
+    (tmp_path / "train.csv").write_text("".join(f"{i % 2},word{i % 5} word0\n" for i in range(40)))
+    run = RUN | TEXT | {"dataset.name": "csv", "dataset.dir": str(tmp_path), "dataset.vocabulary": "frequent"}
+    run |= {"num-clients": 4, "dataset.partition": "iid"}
+    data = [client_data(run, node(i, 4), seed=0) for i in range(4)]
+    assert all((part.train.x[:, 1] == 2).all() for part in data)  # word0 is the most frequent
+    assert torch.cat([part.train.x for part in data]).max() == 6
+    with pytest.raises(ConfigError, match=r"expected 'dataset.max-length' of the run config"):
+        client_data({k: v for k, v in run.items() if k != "dataset.max-length"}, node(0, 4), seed=0)
+
+
+def test_clients_are_the_writers_that_the_files_tell(tmp_path):
+    group = np.repeat([7, 3, 9], [10, 20, 30])
+    np.savez(tmp_path / "train.npz", x=group[:, None] * 1.0, y=np.zeros(60, int), group=group)
+    run = RUN | {"dataset.name": "npz", "dataset.dir": str(tmp_path), "dataset.partition": "craft", "num-clients": 3}
+    data = [client_data(run, node(i, 3), seed=0) for i in range(3)]
+    writers = [set(torch.cat([part.train.x, part.test.x]).flatten().tolist()) for part in data]
+    assert sorted(map(sorted, writers)) == [[3.0], [7.0], [9.0]]
+    assert sorted(part.train.num_examples for part in data) == [8, 16, 24]
+
+
+def test_an_official_test_part_is_shared_out_by_fedvssam(tmp_path):
+    np.savez(tmp_path / "train.npz", x=np.zeros((40, 1)), y=np.arange(40) % 4)
+    np.savez(tmp_path / "test.npz", x=np.arange(1.0, 11.0)[:, None], y=np.arange(10) % 4)
+    run = RUN | {"dataset.name": "npz", "dataset.dir": str(tmp_path), "num-clients": 5}
+    run |= {"dataset.partition": "fedvssam-pathological", "dataset.classes-per-client": 3}
+    data = [client_data(run, node(i, 5), seed=0) for i in range(5)]
+    assert [part.train.num_examples for part in data] == [8] * 5
+    assert sorted(torch.cat([part.test.x for part in data]).flatten().tolist()) == list(range(1, 11))
+
+
 def test_no_number_of_clients_takes_the_nodes_word():
     assert len(assign(RUN | {"num-clients": 0}, node(0, 3)).train) == len(
         assign(RUN | {"num-clients": 3}, node(0, 99)).train
@@ -256,7 +304,10 @@ def test_whole_numbers_serve_as_floats():
 
 @pytest.mark.parametrize("name", [*NAMED])
 def test_describe_knows_the_named_sets_without_files(name):
-    assert describe(RUN | {"dataset.name": name}) == (NAMED[name].input_shape, NAMED[name].num_classes)
+    shape = NAMED[name].input_shape or (30,)
+    run = RUN | {"dataset.name": name, "dataset.max-length": 30, "dataset.vocab-size": 77}
+    assert describe(run) == (shape, NAMED[name].num_classes)
+    assert vocab_size(run) == (77 if name == "dbpedia14" else 0)
 
 
 def test_describe_reads_npz_from_the_node_else_the_run(tmp_path):
@@ -267,6 +318,16 @@ def test_describe_reads_npz_from_the_node_else_the_run(tmp_path):
     for directory, words in (("", "dataset.dir is empty"), (str(tmp_path / "no"), "dataset.dir is '.*no'")):
         with pytest.raises(DataError, match=rf"{words}.*set dataset.dir .* or model.name"):
             describe(run | {"dataset.dir": directory})
+
+
+def test_describe_reads_texts_and_pictures_where_they_are(tmp_path):
+    (tmp_path / "train.csv").write_text("0,a\n")
+    (tmp_path / "classes.txt").write_text("x\ny\nz\n")
+    run = RUN | TEXT | {"dataset.name": "csv"}
+    assert describe(run | {"dataset.dir": str(tmp_path)}) == describe(run, {"dataset.dir": str(tmp_path)}) == ((4,), 3)
+    for name, words in (("csv", "a train.csv like the clients'"), ("images", "sub-folders like the clients'")):
+        with pytest.raises(DataError, match=f"data set '{name}'.*{words}.* or model.name"):
+            describe(run | {"dataset.name": name, "dataset.image-size": 0})
 
 
 def test_counting_examples_needs_no_torch():

@@ -91,6 +91,11 @@ def test_npz_without_samples(tmp_path):
         ({"x": np.float64(2), "y": np.arange(2)}, r"but got float64 of shape \(\)"),
         ({"x": np.array([[1.0], [np.nan]]), "y": np.arange(2)}, "finite .* row 1 has NaN"),
         ({"x": np.array([[1e300], [1.0]]), "y": np.arange(2)}, "finite .* row 0 has NaN"),
+        (
+            {"x": np.ones((2, 3)), "y": np.arange(2), "group": np.arange(3)},
+            r"'group' of .* \(2,\).* int64 of shape \(3,\)",
+        ),
+        ({"x": np.ones((2, 3)), "y": np.arange(2), "group": np.ones(2)}, "'group' of .* got float64"),
         ({"x": np.array([{}, 1], dtype=object), "y": np.arange(2)}, "can't be read .* plain arrays"),
     ],
 )
@@ -104,6 +109,17 @@ def test_npz_of_the_wrong_content(tmp_path, arrays, words):
 def test_npz_that_is_no_npz(tmp_path, content):
     (tmp_path / "train.npz").write_bytes(content)
     with pytest.raises(DataError, match=r"can't be read as a \.npz file"):
+        load("npz", str(tmp_path))
+
+
+def test_npz_may_say_who_a_sample_comes_from(tmp_path):
+    np.savez(tmp_path / "train.npz", x=np.ones((2, 3)), y=np.arange(2), group=np.array([7, 7], np.uint8))
+    source = load("npz", str(tmp_path))
+    assert (source.groups.tolist(), source.groups.dtype) == ([7, 7], np.int64)
+    np.savez(tmp_path / "test.npz", x=np.ones((1, 3)), y=[0], group=[4])
+    assert load("npz", str(tmp_path)).groups.tolist() == [7, 7, 4]
+    np.savez(tmp_path / "test.npz", x=np.ones((1, 3)), y=[0])
+    with pytest.raises(DataError, match="both files .* or none to hold 'group'"):
         load("npz", str(tmp_path))
 
 
