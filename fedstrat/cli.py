@@ -107,5 +107,22 @@ def report(
     print(out)
 
 
+@app.command()
+def partition(
+    config: Annotated[
+        list[str] | None,
+        typer.Option("--run-config", "-c", metavar="KEY=VALUE", help="As for run."),
+    ] = None,
+    app_dir: Annotated[Path | None, typer.Option("--app", metavar="DIR", help="As for run.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Also write partition.png and partition.csv there.")
+    ] = None,
+) -> None:
+    """Show which client of a simulation holds how many samples of which label; nothing is trained."""
+    from fedstrat.runs.partition import show_partition  # noqa: PLC0415  (needn't be read for --help)
+
+    typer.echo(show_partition(config or (), app_dir, out))
+
+
 if __name__ == "__main__":
     main()

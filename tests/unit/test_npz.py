@@ -119,7 +119,7 @@ def test_npz_may_say_who_a_sample_comes_from(tmp_path):
     np.savez(tmp_path / "test.npz", x=np.ones((1, 3)), y=[0], group=[4])
     assert load("npz", str(tmp_path)).groups.tolist() == [7, 7, 4]
     np.savez(tmp_path / "test.npz", x=np.ones((1, 3)), y=[0])
-    with pytest.raises(DataError, match="both files .* or none to hold 'group'"):
+    with pytest.raises(DataError, match=r"both files .* or none to hold 'group'"):
         load("npz", str(tmp_path))
 
 
