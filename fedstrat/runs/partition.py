@@ -123,7 +123,7 @@ def draw_partition(held: Holdings, title: str = "") -> Figure:
             axes.set_xticks(np.arange(0, count, step) + 0.5, [str(client) for client in range(0, count, step)])
         bottom.set_xlabel("client")
     else:
-        _stack(top, np.sort(held.sizes)[::-1, np.newaxis].astype(float), [(0.5, 0.5, 0.5)])
+        _stack(top, np.sort(held.sizes)[::-1, np.newaxis].astype(float), [(0.3, 0.3, 0.3)])
         _stack(bottom, mix[np.lexsort((-mix.max(axis=1), mix.argmax(axis=1)))], colors)
         top.set_xlabel("clients, from the largest to the smallest")
         bottom.set_xlabel("clients, by their commonest label")

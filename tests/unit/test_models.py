@@ -5,7 +5,9 @@ from collections import Counter
 
 import pytest
 import torch
+import torchvision
 from torch import nn
+from torch.nn import functional
 
 from fedstrat.errors import ConfigError
 from fedstrat.models import MODELS, build, layer_groups, trainable_names
@@ -185,6 +187,73 @@ def test_textcnn_takes_the_largest_value_of_every_map():
         filters = layer.weight.transpose(1, 2).flatten(1)
         maxima.append((windows @ filters.T + layer.bias).relu().amax(dim=0))
     torch.testing.assert_close(model.features(x), torch.cat(maxima, dim=1))
+
+
+def test_resnet18_is_torchvisions_with_another_stem_and_norm():
+    ours = build("resnet18", input_shape=(3, 16, 16), num_classes=5)
+    theirs = torchvision.models.resnet18(num_classes=5, norm_layer=lambda width: nn.GroupNorm(2, width))
+    theirs.conv1, theirs.maxpool = nn.Conv2d(3, 64, 3, padding=1, bias=False), nn.Identity()
+    with torch.no_grad():
+        for parameter in ours.parameters():  # norms too, so that each has a place of its own
+            parameter.add_(0.01 * torch.randn_like(parameter))
+        for a, b in zip(theirs.parameters(), ours.parameters(), strict=True):
+            a.copy_(b)
+    x = torch.randn(2, 3, 16, 16)
+    torch.testing.assert_close(ours(x), theirs(x), rtol=1e-4, atol=1e-4)
+
+
+def test_wide_resnet_is_the_papers_equations():
+    # x_{l+1} = h(x_l) + F(x_l), F = conv(relu(norm(conv(relu(norm(x)))))); where the shape changes, h is a 1 x 1
+    # convolution of relu(norm(x)), as in the authors' code.
+    model = WideResNet(depth=16, widen=2, input_shape=(3, 8, 8), num_classes=5)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    w = dict(model.named_parameters())
+
+    def active(x, norm):
+        return functional.group_norm(x, 2, w[f"{norm}.weight"], w[f"{norm}.bias"]).relu()
+
+    out = functional.conv2d(x := torch.randn(2, 3, 8, 8), w["conv1.weight"], padding=1)
+    for stage in range(3):
+        for place in range(2):
+            block = f"stages.{stage}.{place}"
+            stride = 2 if stage > 0 and place == 0 else 1
+            first = active(out, f"{block}.norm1")
+            inner = functional.conv2d(first, w[f"{block}.conv1.weight"], stride=stride, padding=1)
+            residual = functional.conv2d(active(inner, f"{block}.norm2"), w[f"{block}.conv2.weight"], padding=1)
+            kept = functional.conv2d(first, w[f"{block}.shortcut.weight"], stride=stride) if place == 0 else out
+            out = kept + residual
+    logits = active(out, "norm").mean(dim=(2, 3)) @ w["linear.weight"].T + w["linear.bias"]
+    torch.testing.assert_close(model(x), logits, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "layers"),
+    [
+        ("cnn-fashion", (1, 28, 28), "c5 r p c5 r p f l r l l"),
+        ("cnn-emnist", (1, 28, 28), "c3 r p c3 r p f l l l"),
+        ("cnn-cifar", (3, 32, 32), "c3 r p c3 r p c3 r p f l r l"),
+    ],
+)
+def test_the_networks_of_fedcspack_layer_by_layer(name, shape, layers):
+    model = build(name, input_shape=shape, num_classes=6)
+    left = [parameter.detach() for parameter in model.parameters()]
+    expected = x = torch.randn(2, *shape)
+    for layer in layers.split():
+        if layer[0] in "cl":
+            weight, bias = left.pop(0), left.pop(0)
+            padding = 1 if layer == "c3" else 0
+            expected = (
+                expected @ weight.T + bias
+                if layer == "l"
+                else functional.conv2d(expected, weight, bias, padding=padding)
+            )
+        else:
+            step = {"r": torch.relu, "p": nn.MaxPool2d(2), "f": nn.Flatten()}[layer]
+            expected = step(expected)
+    assert not left
+    torch.testing.assert_close(model(x), expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", ["resnet18", "wrn28-4"])
