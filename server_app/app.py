@@ -56,12 +56,7 @@ def main(grid: Grid, context: Context) -> None:
     progress, goals = Progress(), Goals(run.target_accuracy, run.patience)
     writers = Writers(run, path)
     if snapshot is not None:
-        folder.keep_until(snapshot.round)
-        for line in folder.history:
-            goals.take(line["mean"])
-        if goals.reason:
-            print(f"the goal was reached before: {goals.reason}", flush=True)
-        print(f"resuming after round {snapshot.round}", flush=True)
+        _go_back(folder, goals, snapshot.round)
 
     def on_round(finished: RoundReport) -> None:
         folder.record(finished)
@@ -107,6 +102,16 @@ def main(grid: Grid, context: Context) -> None:
         folder.finish(status, error=error, model_sha256=sha256, validation=validation)
         writers.close()
         report.draw(folder.path)
+
+
+def _go_back(folder: RunFolder, goals: Goals, server_round: int) -> None:
+    """Forget what came after the round that is resumed from."""
+    folder.keep_until(server_round)
+    for line in folder.history:
+        goals.take(line["mean"])
+    if goals.reason:
+        print(f"the goal was reached before: {goals.reason}", flush=True)
+    print(f"resuming after round {server_round}", flush=True)
 
 
 def _validate(

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from fedstrat.data.clients import client_parts
+from fedstrat.data.clients import shared
 from fedstrat.errors import ConfigError
 from fedstrat.experiments import table
 from fedstrat.experiments.cells import (
@@ -73,7 +73,7 @@ def compare(recipe: Recipe, request: Request) -> int:
     places = {cell.folder.name: _places(cell, request) for cell in cells}
     missing = [cell for cell in cells if _is_missing(cell, request)]
     if missing:
-        client_parts({**defaults, **missing[0].given, **places[missing[0].folder.name]})  # a wrong folder shows now
+        shared({**defaults, **missing[0].given, **places[missing[0].folder.name]})  # a wrong folder shows now
     code = 0
     spent: list[float] = []
     for number, cell in enumerate(missing, start=1):
