@@ -23,22 +23,23 @@ def round_line(report: RoundReport, *, seconds_left: float | None = None) -> str
 
     For example ``round  3/30  loss  0.734  acc mean .801  best10 .990  worst10 .402  std .154  train up
     1.2 MB  down   1.2 MB    0.8 s  left 21 s``. Scores that were told in training are those of the model before it, and
-    say so. The bytes are those of training on the wire, from and to all
-    clients together; what evaluation moved is in the history.
+    say so. The bytes are those of training on the wire, from and to all clients together, and for methods that send
+    less than the model their payload's share of FedAvg's; what evaluation moved is in the history.
 
     Args:
         report: The round.
         seconds_left: Seconds until the run ends, if known.
     """
     width = len(str(report.num_rounds))
-    parts = [
+    parts: list[str] = [
         f"round {report.round:{width}}/{report.num_rounds}",
         _scores(report.fairness or report.received),
         *([] if report.fairness or not report.received else [f"(of round {report.round - 1})"]),
-        *([] if report.personal is None else [_personal(report.personal)]),
+        *([] if report.personal is None else _personal(report.fairness, report.personal)),
         *([] if report.elsewhere is None else [f"elsewhere {_share(report.elsewhere.mean)}"]),
         f"train up {format_bytes(report.traffic.train_up_wire):>8}",
         f"down {format_bytes(report.traffic.train_down_wire):>8}",
+        *_saved(report),
         f"{report.seconds:5.1f} s",
     ]
     if seconds_left is not None:
@@ -59,8 +60,23 @@ def _scores(fairness: Fairness | None) -> str:
     )
 
 
-def _personal(fairness: Fairness) -> str:
-    return f"personal mean {_share(fairness.mean)}  worst10 {_share(fairness.worst10)}  worst {_share(fairness.worst)}"
+def _personal(fairness: Fairness | None, own: Fairness) -> list[str]:
+    """Both models' worst clients, and the personal models' scores."""
+    return [
+        *([] if fairness is None else [f"worst {_share(fairness.worst)}"]),
+        f"personal mean {_share(own.mean)}  worst10 {_share(own.worst10)}  worst {_share(own.worst)}",
+    ]
+
+
+def _saved(report: RoundReport) -> list[str]:
+    """Bytes of training beside FedAvg's, for methods that send less."""
+    traffic = report.traffic
+    moved = traffic.train_up_payload + traffic.train_down_payload
+    if report.personal is None or not 0 < moved < traffic.train_dense_payload:
+        return []
+    return [
+        f"of FedAvg's {format_bytes(traffic.train_dense_payload)}: {100 * moved / traffic.train_dense_payload:.1f} %"
+    ]
 
 
 def format_bytes(count: int) -> str:

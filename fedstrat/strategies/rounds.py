@@ -131,8 +131,9 @@ class RoundLoop:
                 raise RunFailedError(f"no round of {self.num_rounds} succeeded: {self.strategy.failure_reasons()}")
             goal = self.abilities.should_end
             ends = goal is not None and goal(self._report(server_round, time.monotonic() - begun))
-            if ends and not last and self.strategy.evaluate_in_train:
-                self._evaluate(server_round, last=True)  # no training of a next round does it
+            if ends and not last and (self.strategy.evaluate_in_train or self.strategy.evaluate_personal):
+                # No next round's training evaluates this model, and what is asked for in the end is asked for now.
+                self._evaluate(server_round, last=True)
         except RunFailedError as error:
             error.result = self.result  # the last good model is never lost
             failure = error
@@ -173,10 +174,10 @@ class RoundLoop:
         if not last and (self.strategy.evaluate_in_train or not self._due(server_round)):
             return
         config = self.evaluate_config
-        if self.strategy.evaluate_personal and server_round == self.num_rounds:
+        if self.strategy.evaluate_personal and last:
             # Once, since it costs more than all other evaluation: how personal models do on others' data.
             config = ConfigRecord({**config, "fedstrat.generalisation": True})
-        if self.abilities.diagnostics == "full" or (self.strategy.measures and server_round == self.num_rounds):
+        if self.abilities.diagnostics == "full" or (self.strategy.measures and last):
             config = ConfigRecord({**config, "fedstrat.sharpness": True})
         messages = self.strategy.configure_evaluate(server_round, self.result.arrays, config, self.grid)
         sent, replies = self._exchange("evaluate", messages, server_round)
@@ -202,7 +203,9 @@ class RoundLoop:
         if isinstance(own, list):
             own = own[min(server_round, len(own)) - 1] if own else None
         replies = exchange(self.grid, sent, own or self.timeout)
-        self._traffic |= {f"{phase}_down": _count(sent), f"{phase}_up": _count(replies)}
+        for way, travelled in (("down", sent), ("up", replies)):
+            before, now = self._traffic.get(f"{phase}_{way}", (0, 0)), _count(travelled)
+            self._traffic[f"{phase}_{way}"] = before[0] + now[0], before[1] + now[1]
         return sent, replies
 
     def _save(self, server_round: int, *, last: bool) -> None:

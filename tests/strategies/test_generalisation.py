@@ -1,5 +1,6 @@
 """How personal models do on the other clients' data: asked once, at the end, where the data are at hand."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,9 @@ SETTING: dict[str, Any] = {
 }
 
 
-def run(**settings: Any) -> tuple[Any, InProcessGrid, list[RoundReport], Any]:
+def run(
+    should_end: Callable[[RoundReport], bool] | None = None, **settings: Any
+) -> tuple[Any, InProcessGrid, list[RoundReport], Any]:
     checked = config.parse(
         {**SETTING, **{name.replace("__", ".").replace("_", "-"): v for name, v in settings.items()}}
     )
@@ -44,6 +47,7 @@ def run(**settings: Any) -> tuple[Any, InProcessGrid, list[RoundReport], Any]:
         initial_arrays=fedstrat.to_arrays(model),
         num_rounds=checked.num_server_rounds,
         on_round=reports.append,
+        should_end=should_end,
     )
     return strategy, grid, reports, result
 
@@ -88,8 +92,10 @@ def test_personal_models_meet_the_others_data_in_the_last_round(algorithm: str, 
 
     # Side by side in the round's line, in the history and in the summary; bytes beside FedAvg's.
     line = round_line(reports[1])
-    for words in ("acc mean", "worst10", "personal mean", "worst ", "elsewhere"):
+    own, whole = f"{reports[1].personal.worst:.3f}"[-4:], f"{reports[1].fairness.worst:.3f}"[-4:]
+    for words in ("acc mean", "worst10", f"worst {whole}  personal mean", f"worst {own}", "elsewhere"):
         assert words in line
+    assert ("of FedAvg's" in line) == (algorithm == "fedcspack")
     folder = RunFolder(tmp_path / "run", config.parse(SETTING).flat)
     for report in reports:
         folder.record(report)
@@ -103,6 +109,19 @@ def test_personal_models_meet_the_others_data_in_the_last_round(algorithm: str, 
     assert summary["bytes"]["train_dense_payload"] == 2 * (2 * 3 * size)  # rounds, directions, clients
     moved = summary["bytes"]["train_up_payload"] + summary["bytes"]["train_down_payload"]
     assert moved < summary["bytes"]["train_dense_payload"] if algorithm == "fedcspack" else moved > 0
+
+
+def test_a_run_that_reached_its_goal_meets_the_others_data_there() -> None:
+    """The goal is reached after round 2 of 4."""
+    settings = {"algorithm": "fedcspack", "fedcspack__pack_size": 64, "num_server_rounds": 4}
+    _, _, straight, _ = run(algorithm="fedcspack", fedcspack__pack_size=64)
+    _, _, reports, _ = run(should_end=lambda report: report.round == 2, **settings)
+    assert [r.round for r in reports] == [1, 2]
+    assert reports[1].elsewhere is not None
+    assert reports[1].elsewhere.mean == straight[1].elsewhere.mean
+    assert (reports[1].fairness, reports[1].personal) == (straight[1].fairness, straight[1].personal)
+    # What was evaluated twice also travelled twice.
+    assert reports[1].traffic.evaluate_down_wire > 1.9 * straight[1].traffic.evaluate_down_wire
 
 
 def test_nobody_is_asked_without_personal_models() -> None:
