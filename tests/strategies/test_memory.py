@@ -21,9 +21,9 @@ pytestmark = [
 WIDTH = 100_000  # 0.9 million parameters, 3.6 MB: one model a round that isn't let go shows
 
 
-def wide() -> nn.Module:
+def wide(width: int = WIDTH) -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(small.FEATURES, WIDTH), nn.Tanh(), nn.Linear(WIDTH, small.CLASSES))
+    return nn.Sequential(nn.Linear(small.FEATURES, width), nn.Tanh(), nn.Linear(width, small.CLASSES))
 
 
 def resident_bytes() -> int:
@@ -56,3 +56,26 @@ def test_memory_after_run_8_is_that_after_run_2(tmp_path: Path) -> None:
         used.append(resident_bytes())
     print("MB after runs 2 and 8:", used[1] // 10**6, used[7] // 10**6)
     assert used[7] <= 1.1 * used[1]
+
+
+def test_memory_does_not_grow_with_the_clients_that_were_met(tmp_path: Path) -> None:
+    """FedCSPACK, 11 million parameters, 1000 clients of which every round meets 4 others: their states are files."""
+    used: list[int] = []
+    met: set[str] = set()
+
+    def on_round(report: Any) -> None:
+        used.append(resident_bytes())
+        met.update(report.trained)
+
+    def net() -> nn.Module:
+        return wide(1_100_000)
+
+    app = small.client_app(net, loader=lambda client: small.batches(client % 5, None))
+    grid = InProcessGrid(app, 1000, run_config={"state-dir": str(tmp_path)})
+    strategy = ALGORITHMS["fedcspack"].strategy(seed=7, fraction_train=0.004, fraction_evaluate=0.0, keep_ratio=0.05)
+    small.start(strategy, grid, net, 6, on_round=on_round, evaluate_fn=None)
+    kept = sum(f.stat().st_size for f in tmp_path.rglob("*.safetensors"))
+    print("MB after each round:", [u // 10**6 for u in used], "of", len(met), "clients,", kept // 10**6, "MB of files")
+    assert len(met) > 20
+    assert kept > len(met) * 2 * 4 * 11_000_000  # two models each
+    assert used[5] - used[1] < 0.1 * kept
