@@ -359,6 +359,42 @@ MUTATIONS = [
         "tests/unit/test_page.py",
         "markup",
     ),
+    Mutation(
+        "FedVSSAM's partition: samples drawn anew instead of in turn",
+        "fedstrat/data/protocols.py",
+        "np.resize(pool, len(turns))",
+        "generator.choice(pool, len(turns))",
+        "tests/unit/test_protocols.py",
+    ),
+    Mutation(
+        "FedCSPACK's partition: full clients go on getting samples",
+        "fedstrat/data/protocols.py",
+        "* (sizes < fair)",
+        "* (sizes < 2 * fair)",
+        "tests/unit/test_protocols.py",
+    ),
+    Mutation(
+        "Texts: the vocabulary sees the test part",
+        "fedstrat/data/text.py",
+        "rows.texts[:num_train], where, coding",
+        "rows.texts, where, coding",
+        "tests/unit/test_text.py",
+    ),
+    Mutation(
+        "Texts: hashed words take the ids of padding and unknown",
+        "fedstrat/data/text.py",
+        "FIRST_WORD + zlib.crc32(word.encode()) % (vocab_size - FIRST_WORD)",
+        "zlib.crc32(word.encode()) % vocab_size",
+        "tests/unit/test_text.py",
+    ),
+    Mutation(
+        "WRN: the shortcut skips norm and ReLU",
+        "fedstrat/models/wideresnet.py",
+        "self.shortcut(active)",
+        "self.shortcut(x)",
+        "tests/unit/test_models.py",
+        "equations",
+    ),
 ]
 
 
