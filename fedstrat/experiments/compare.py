@@ -123,8 +123,8 @@ def _greet(recipe: Recipe, request: Request, cells: Sequence[Cell]) -> None:
     strange = sorted(path.name for path in (request.folder / "cells").glob("*") if path.name not in known)
     if strange:
         print(
-            f"note: {len(strange)} earlier runs in {request.folder / 'cells'} were made with other settings than this"
-            f" recipe has now, such as {strange[0]}; they are kept and not counted",
+            f"note: {len(strange)} earlier runs in {request.folder / 'cells'} aren't part of what was"
+            f" asked for now, such as {strange[0]}; they are kept and not counted",
             flush=True,
         )
 

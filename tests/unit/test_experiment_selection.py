@@ -55,7 +55,7 @@ def test_one_lucky_seed_does_not_choose():
 def test_a_setting_with_a_failed_run_is_not_chosen_but_counted():
     runs = outcomes(lambda s, _: 0.9 if s == BEST else 0.6, lambda s, _: 0.4)
     runs = [
-        outcome(BEST, 1, status="failed", validation=None, mean=0.2) if (r.setting, r.seed) == (BEST, 1) else r
+        outcome(BEST, 1, status="failed", validation=0.99, mean=0.2) if (r.setting, r.seed) == (BEST, 1) else r
         for r in runs
     ]
     row = make_row(METHOD, SEEDS, runs)
