@@ -57,7 +57,9 @@ def compare(
         targets=target or (),
     )
     if recipe is None and not given.algorithms:
-        raise ConfigError("expected a recipe, such as recipes/craft-cifar10-small.toml, or --algorithms, such as fedavg,craft")
+        raise ConfigError(
+            "expected a recipe, such as recipes/craft-cifar10-small.toml, or --algorithms, such as fedavg,craft"
+        )
     what = asked.build(recipe, given, app)
     name = recipe.stem if recipe is not None else "-".join(["compare", *given.algorithms])
     folder = out or Path("results") / name

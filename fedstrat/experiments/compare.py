@@ -27,6 +27,7 @@ from fedstrat.experiments.recipe import Recipe
 from fedstrat.experiments.selection import Outcome, Row, make_row
 from fedstrat.runs import history
 from fedstrat.runs.inprocess import Engine
+from fedstrat.runs.interrupts import Interrupted, signals_interrupt
 from fedstrat.runs.launch import RunRequest, find_app, launch
 from fedstrat.runs.overrides import Scalar, read_app
 from fedstrat.runs.progress import format_seconds
@@ -72,22 +73,28 @@ def compare(recipe: Recipe, request: Request) -> int:
     _greet(recipe, request, cells)
     places = {cell.folder.name: _places(cell, request) for cell in cells}
     missing = [cell for cell in cells if _is_missing(cell, request)]
-    if missing:
-        shared({**defaults, **missing[0].given, **places[missing[0].folder.name]})  # a wrong folder shows now
+    if missing:  # a wrong folder shows now
+        shared({**defaults, **missing[0].given, **places[missing[0].folder.name]})
     code = 0
     spent: list[float] = []
-    for number, cell in enumerate(missing, start=1):
-        if not _is_missing(cell, request):
-            continue  # another call of this command has made it meanwhile
-        begun = time.monotonic()
-        code = _make(cell, places[cell.folder.name], request, app)
-        if code > _SIGNALLED:
-            print(f"ended by a signal; the same command goes on after {number - 1} of {len(missing)} runs", flush=True)
-            break
-        spent.append(time.monotonic() - begun)
-        left = statistics.fmean(spent) * (len(missing) - number)
-        print(_line(cell, read_outcome(cell, recipe), f"[{number}/{len(missing)}]", spent[-1], left), flush=True)
-        write(recipe, request.folder, cells)
+    try:
+        with signals_interrupt():  # between two runs, too
+            for number, cell in enumerate(missing, start=1):
+                if not _is_missing(cell, request):
+                    continue  # another call of this command has made it meanwhile
+                begun = time.monotonic()
+                code = _make(cell, places[cell.folder.name], request, app)
+                if code > _SIGNALLED:
+                    break
+                spent.append(time.monotonic() - begun)
+                left = statistics.fmean(spent) * (len(missing) - number)
+                told = f"[{number}/{len(missing)}]"
+                print(_line(cell, read_outcome(cell, recipe), told, spent[-1], left), flush=True)
+                write(recipe, request.folder, cells)
+    except Interrupted as interrupt:
+        code = _SIGNALLED + interrupt.number
+    if code > _SIGNALLED:
+        print("ended by a signal; the same command goes on from here", flush=True)
     rows = write(recipe, request.folder, cells)
     print(f"\n{(request.folder / 'table.txt').read_text(encoding='utf-8')}\n{request.folder}", flush=True)
     return code if code > _SIGNALLED else int(any(row.setting is None for row in rows))

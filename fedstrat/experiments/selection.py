@@ -205,7 +205,7 @@ def pair(first: Row, other: Row) -> Paired | None:
         found,
         found.mean - half,
         found.mean + half,
-        sum(difference >= 0 for difference in differences),
+        sum(difference > 0 for difference in differences),
         sum(difference < 0 for difference in differences),
     )
 
