@@ -77,7 +77,12 @@ class ServerHalf(CommonArguments, Generic[State, Up]):
         return Broadcast(state.params, NOTHING)
 
     def grams(self, state: State, updates: Sequence[Update[Up]]) -> dict[str, torch.Tensor]:
-        """Return ``<y_i - x, y_j - x>`` layer by layer, each (m, m), float64, for the diagnostics alone."""
+        """Return ``<y_i - x, y_j - x>`` layer by layer, each (m, m), float64, for the diagnostics alone.
+
+        Empty where replies hold something else than the model; an algorithm of that kind may say what it moved.
+        """
+        if not self.sends_model:
+            return {}
         rows = Displacements(state.params, [u.params for u in updates])
         return {layer: rows.gram(names) for layer, names in group_names(list(state.params), "layer").items()}
 

@@ -30,6 +30,7 @@ import numpy as np
 import torch
 from typing_extensions import override
 
+from fedstrat.aggregation.groups import group_names
 from fedstrat.aggregation.units import choose, merge, plan, region, shape
 from fedstrat.errors import ConfigError, PayloadError
 from fedstrat.local.rule import LocalRule, Tensors
@@ -148,6 +149,22 @@ class FedSPU(FedStrategy[SpuState, SubModel]):
             return Broadcast(state.params, SubModelDown(units, {}))
         parts = {n: x[region(x, cut.axes[n], units)] for n, x in state.params.items()}
         return Broadcast(None, SubModelDown(units, parts))
+
+    @override
+    def grams(self, state: SpuState, updates: Sequence[Update[SubModel]]) -> dict[str, torch.Tensor]:
+        axes = plan(state.params).axes
+
+        def products(name: str) -> torch.Tensor:
+            x = state.params[name]
+            moved = torch.zeros(len(updates), *x.shape, dtype=torch.float64)  # zero outside a client's units
+            for row, update in zip(moved, updates, strict=True):
+                at = region(x, axes[name], update.extra.units)
+                row[at] = update.extra.sub_model[name].to(torch.float64) - x[at].to(torch.float64)
+            flat = moved.reshape(len(updates), -1)
+            return flat @ flat.T
+
+        groups = group_names(list(state.params), "layer")
+        return {layer: torch.stack([products(n) for n in names]).sum(0) for layer, names in groups.items()}
 
     @override
     def aggregate(self, state: SpuState, updates: Sequence[Update[SubModel]]) -> SpuState:

@@ -125,6 +125,17 @@ def test_a_run_is_bit_by_bit_the_same_with_and_without(name: str) -> None:
     assert ("control-norm" in with_them.reports[0].diagnostics) == (name in ("scaffold", "fedgamma"))
 
 
+@pytest.mark.parametrize("ratios", ["0.5", "1.0"])
+def test_the_drift_of_a_sub_model_is_what_it_moves(ratios: str) -> None:
+    names = trainable_names(small.everything())
+    strategy = fedstrat.FedSPU(seed=1, ratios=ratios, fraction_train=0.2, min_train_nodes=1, trainable=names)
+    grid = InProcessGrid(small.client_app(small.everything), len(small.SIZES))
+    done = small.start(strategy, grid, small.everything, 1)
+    # The server takes a single client's part as it is.
+    before, after = (small.vector(model, names) for model in done.models)
+    assert done.reports[0].diagnostics["drift-mean"] == pytest.approx(np.linalg.norm(after - before), rel=1e-5)
+
+
 def test_light_measures_the_updates_every_round_and_the_final_model_once() -> None:
     reports = run("fedavg", "light").reports
     assert ["conflict-rate" in r.diagnostics for r in reports] == [True] * 3
