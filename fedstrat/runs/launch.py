@@ -80,6 +80,7 @@ def launch(request: RunRequest) -> int:
 
     Raises:
         ConfigError: The request is wrong; nothing was started.
+        UntrustedError: The connection leads to a SuperLink that must not be trusted; nothing was started.
     """
     plan = _plan(request)
     folder: Path | None = None
@@ -123,6 +124,8 @@ def _plan(request: RunRequest) -> _Plan:
             f"--engine {request.engine} simulates the clients in this process, but the connection"
             f" '{request.connection}' has nodes of its own; leave out one of the two"
         )
+    if request.connection is not None:
+        check_trust(connection_settings(_flwr_home(), request.connection))  # first: it takes a moment, all else seconds
     app = find_app(request.app)
     defaults = read_app(app)
     given = read_pairs(request.pairs, defaults) | dict(request.settings)
@@ -168,6 +171,33 @@ def check(defaults: Mapping[str, Scalar], given: Mapping[str, Scalar]) -> "RunCo
     # An app made from ours may have keys of its own, which only its own code can check.
     known = config.keys()
     return config.parse({key: value for key, value in {**defaults, **given}.items() if key in known})
+
+
+def check_trust(connection: Mapping[str, Any]) -> None:
+    """Refuse a SuperLink whose certificate is wrong: Flower would only say that it can't be reached.
+
+    Args:
+        connection: What Flower's config.toml says of it.
+
+    Raises:
+        UntrustedError: Says what is wrong with it, and what to do.
+    """
+    address, root_certificates = str(connection.get("address", "")), str(connection.get("root-certificates", ""))
+    if not root_certificates:
+        return
+    from fedstrat.deploy import preflight  # noqa: PLC0415  (only here)
+
+    try:
+        preflight.check(address, Path(root_certificates))
+    except preflight.UntrustedError as error:
+        again = f"fedstrat keys check {address} --root-certificates {root_certificates}"
+        raise preflight.UntrustedError(f"{error}. To check it again: {again}") from None
+    except FedstratError:
+        return  # Flower may see it otherwise, for example through a proxy
+
+
+def _flwr_home() -> Path:
+    return Path(os.environ.get("FLWR_HOME") or "~/.flwr").expanduser().absolute()
 
 
 def run_name(config: "RunConfig", now: datetime) -> str:
@@ -273,16 +303,14 @@ def _make(parent: Path, name: str) -> Path:
 
 def _connect(plan: _Plan, connection: str) -> tuple[FlowerCLI, Path | None]:
     """Flower's commands against a named connection, and the results folder if it's on this machine."""
-    flwr_home = Path(os.environ.get("FLWR_HOME") or "~/.flwr").expanduser().absolute()
-    settings = connection_settings(flwr_home, connection)
-    address = str(settings.get("address", ""))
+    flwr_home = _flwr_home()
+    address = str(connection_settings(flwr_home, connection).get("address", ""))
     environment = scripts_first(os.environ) | NO_TALKING
     if not address or address.startswith(":local"):
         flwr_home.mkdir(parents=True, exist_ok=True)
         # Flower may start this one, here and in the working directory of its command. Packages there win over
         # the app's own, so that must not be where the user is.
         return FlowerCLI(connection, environment, flwr_home), _take_folder(plan)
-    _check_trust(address, str(settings.get("root-certificates", "")))
     parent = plan.config.results_dir
     if parent and not Path(parent).is_absolute():
         raise ConfigError(
@@ -293,25 +321,6 @@ def _connect(plan: _Plan, connection: str) -> tuple[FlowerCLI, Path | None]:
         name = run_name(plan.config, datetime.now().astimezone())
         plan.given["results-dir"] = str(Path(parent) / name)
     return FlowerCLI(connection, environment, Path.cwd()), None
-
-
-def _check_trust(address: str, root_certificates: str) -> None:
-    """Refuse a SuperLink whose certificate is wrong: Flower would only say that it can't be reached.
-
-    Raises:
-        RunFailedError: Says what is wrong with it, and what to do.
-    """
-    if not root_certificates:
-        return
-    from fedstrat.deploy import preflight  # noqa: PLC0415  (only here)
-
-    try:
-        preflight.check(address, Path(root_certificates))
-    except preflight.UntrustedError as error:
-        again = f"fedstrat keys check {address} --root-certificates {root_certificates}"
-        raise RunFailedError(f"{error}. To check it again: {again}") from None
-    except FedstratError:
-        return  # Flower may see it otherwise, for example through a proxy
 
 
 def _federation(num_clients: int) -> str:
