@@ -13,6 +13,7 @@ import pytest
 
 from fedstrat.deploy.keyring import Keyring
 from tests.e2e.federation import CONNECTION, LIMIT_SECONDS, Ended, Federation, Service, finish, running
+from tests.e2e.test_grpc import client_states, in_process
 
 pytestmark = [
     pytest.mark.e2e,
@@ -85,10 +86,12 @@ def ended(process: subprocess.Popen[str]) -> Ended:
     return finish(process, LIMIT_SECONDS, time.monotonic())
 
 
-def test_a_killed_node_is_named_and_comes_back_with_its_state(federation):
+@pytest.mark.parametrize("algorithm", ["scaffold", "fedcspack"])
+def test_a_killed_node_is_named_and_comes_back_with_its_state(federation, tmp_path, algorithm):
     services = federation.services
     node, executor = services["site-b"], services["site-b-executor"]
-    with federation.submit(**SETTINGS, num_server_rounds=8) as process:
+    settings = {**SETTINGS, "algorithm": algorithm, "num_server_rounds": 8}
+    with federation.submit(**settings) as process:
         wait_for_training(node, 2)
         kill(node, executor)
         wait_until(lambda: len(history(federation)) >= 2, "round 2 ends without the killed node")
@@ -105,6 +108,16 @@ def test_a_killed_node_is_named_and_comes_back_with_its_state(federation):
     assert back, rounds
     assert back[-1]["failed"] == {}
     assert "lost" not in json.dumps(rounds)
+
+    # In one process, with the same replies missing: the same model and the same states (c_i, personal models), bit for
+    # bit. A state that had begun afresh, or was a round ahead, would show.
+    assert rounds[-1]["trained"] == ["site-a", "site-b"]
+    missing = [(line["round"], "site-b") for line in rounds if "site-b" not in line["trained"]]
+    alone = in_process(federation, tmp_path, {**settings, "round_timeout": 0.01}, missing)
+    (there,) = federation.results.iterdir()
+    assert (there / "model.safetensors").read_bytes() == (alone / "model.safetensors").read_bytes()
+    assert set(client_states(tmp_path / "state")) == set(client_states(federation.folder / "state"))
+    assert client_states(tmp_path / "state") == client_states(federation.folder / "state")
 
 
 def test_a_killed_superlink_comes_back_and_the_run_goes_on(federation):

@@ -87,6 +87,7 @@ def test_the_same_bits_as_in_one_process(federation, tmp_path, algorithm, share)
     assert ended.code == 0, ended.said
     folder = Path(ended.out.splitlines()[-1])
     assert folder.parent == federation.results
+    assert "Fleet.PushMessages" in federation.services["superlink"].log
 
     alone = in_process(federation, tmp_path, settings)
     assert (folder / "model.safetensors").read_bytes() == (alone / "model.safetensors").read_bytes()
@@ -109,7 +110,7 @@ def test_what_travels_is_grpc_over_tls(federation):
     assert "HTTP/1.1" in preflight.check(f"127.0.0.1:{federation.ports['superlink']}", trust)
     superlink = federation.services["superlink"].log
     assert f"Starting Fleet API (gRPC-rere) on 127.0.0.1:{federation.ports['fleet']}" in superlink
-    assert "Fleet.PushMessages" in superlink
+    assert "Fleet.ActivateNode" in superlink
 
 
 def test_an_unregistered_node_is_refused(federation):
@@ -153,7 +154,7 @@ def test_a_run_through_a_connection_with_another_authority_says_so(federation, t
         ended = federation.run(num_clients=2)
     finally:
         settings.write_text(before)
-    assert ended.code == 1
+    assert ended.code == 2
     address = f"127.0.0.1:{federation.ports['superlink']}"
     assert f"the certificate of {address} " in ended.err
     assert f"wasn't issued by the authority in {wrong}" in ended.err
