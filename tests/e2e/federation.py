@@ -123,6 +123,7 @@ class Federation:
     nodes: tuple[str, ...]
     services: dict[str, Service] = field(default_factory=dict)
     ports: dict[str, int] = field(default_factory=dict)
+    variables: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.keys = self.folder / "keys"
@@ -135,6 +136,7 @@ class Federation:
             "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.05",
             "PYTHONPATH": str(ROOT),
             "OMP_NUM_THREADS": "1",
+            **self.variables,
         }
         for variable in ("NO_PROXY", "no_proxy"):
             self.environment[variable] = ",".join(filter(None, [os.environ.get(variable), "127.0.0.1,localhost"]))
@@ -306,10 +308,13 @@ class Federation:
 
 
 @contextlib.contextmanager
-def running() -> Iterator[Federation]:
-    """A federation of two nodes in a folder of its own; at the end no process of it may be left."""
+def running(variables: Mapping[str, str] | None = None) -> Iterator[Federation]:
+    """A federation of two nodes in a folder of its own; at the end no process of it may be left.
+
+    ``variables`` are set in the environment of all of them.
+    """
     folder = Path(tempfile.mkdtemp(prefix="fedstrat-e2e-")).resolve()
-    made = Federation(folder, ("site-a", "site-b"))
+    made = Federation(folder, ("site-a", "site-b"), variables=variables or {})
     try:
         made.prepare()
         made.start()
