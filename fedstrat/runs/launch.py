@@ -8,15 +8,14 @@ import contextlib
 import os
 import sys
 import tempfile
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
-from fedstrat.errors import ConfigError, FedstratError, RunFailedError, nearest
-from fedstrat.runs import capacity, cluster
+from fedstrat.errors import ConfigError, RunFailedError
+from fedstrat.runs import capacity, cluster, connections
 from fedstrat.runs.flowercli import NO_TALKING, FlowerCLI, scripts_first
 from fedstrat.runs.follow import Submission, follow
 from fedstrat.runs.inprocess import Engine, run_in_process
@@ -119,13 +118,16 @@ def _plan(request: RunRequest) -> _Plan:
     """Find the app and check what is asked of it."""
     if request.connection is not None and request.ray_address:
         raise ConfigError("--ray-address is for a simulation, and a connection for what is behind it; give one of them")
+    if request.ray_address and request.engine is not Engine.RAY:
+        raise ConfigError(f"--ray-address is for the engine ray, not for {request.engine}; give one of them")
     if request.connection is not None and request.engine is not Engine.RAY:
         raise ConfigError(
             f"--engine {request.engine} simulates the clients in this process, but the connection"
             f" '{request.connection}' has nodes of its own; leave out one of the two"
         )
     if request.connection is not None:
-        check_trust(connection_settings(_flwr_home(), request.connection))  # first: it takes a moment, all else seconds
+        # First: it takes a moment, all else seconds.
+        connections.check_trust(connections.settings(connections.flwr_home(), request.connection))
     app = find_app(request.app)
     defaults = read_app(app)
     given = read_pairs(request.pairs, defaults) | dict(request.settings)
@@ -173,58 +175,9 @@ def check(defaults: Mapping[str, Scalar], given: Mapping[str, Scalar]) -> "RunCo
     return config.parse({key: value for key, value in {**defaults, **given}.items() if key in known})
 
 
-def check_trust(connection: Mapping[str, Any]) -> None:
-    """Refuse a SuperLink whose certificate is wrong: Flower would only say that it can't be reached.
-
-    Args:
-        connection: What Flower's config.toml says of it.
-
-    Raises:
-        UntrustedError: Says what is wrong with it, and what to do.
-    """
-    address, root_certificates = str(connection.get("address", "")), str(connection.get("root-certificates", ""))
-    if not root_certificates:
-        return
-    from fedstrat.deploy import preflight  # noqa: PLC0415  (only here)
-
-    try:
-        preflight.check(address, Path(root_certificates))
-    except preflight.UntrustedError as error:
-        again = f"fedstrat keys check {address} --root-certificates {root_certificates}"
-        raise preflight.UntrustedError(f"{error}. To check it again: {again}") from None
-    except FedstratError:
-        return  # Flower may see it otherwise, for example through a proxy
-
-
-def _flwr_home() -> Path:
-    return Path(os.environ.get("FLWR_HOME") or "~/.flwr").expanduser().absolute()
-
-
 def run_name(config: "RunConfig", now: datetime) -> str:
     """Name of a results folder, for example ``20260102-030405-craft-digits``."""
     return f"{now:%Y%m%d-%H%M%S}-{config.algorithm}-{config.dataset.name}"
-
-
-def connection_settings(flwr_home: Path, name: str) -> dict[str, Any]:
-    """What Flower's config.toml says of a SuperLink connection; nothing of the one that Flower itself makes.
-
-    Raises:
-        ConfigError: Flower's config.toml holds no such connection.
-    """
-    file = flwr_home / "config.toml"
-    try:
-        connections = tomllib.loads(file.read_text(encoding="utf-8")).get("superlink", {})
-    except FileNotFoundError:
-        return {}  # Flower makes it, with its own default connections
-    except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"can't read {file}: {error}") from None
-    named = {key: value for key, value in connections.items() if isinstance(value, dict)}
-    if name not in named:
-        raise ConfigError(
-            f"there is no SuperLink connection '{name}' in {file}{nearest(name, named)} "
-            f"It holds: {', '.join(named) or 'none'}. Without a connection the clients are simulated here."
-        )
-    return dict(named[name])
 
 
 def _share_machine(plan: _Plan, ray_address: str = "") -> tuple[dict[str, str], capacity.Capacity]:
@@ -303,8 +256,8 @@ def _make(parent: Path, name: str) -> Path:
 
 def _connect(plan: _Plan, connection: str) -> tuple[FlowerCLI, Path | None]:
     """Flower's commands against a named connection, and the results folder if it's on this machine."""
-    flwr_home = _flwr_home()
-    address = str(connection_settings(flwr_home, connection).get("address", ""))
+    flwr_home = connections.flwr_home()
+    address = str(connections.settings(flwr_home, connection).get("address", ""))
     environment = scripts_first(os.environ) | NO_TALKING
     if not address or address.startswith(":local"):
         flwr_home.mkdir(parents=True, exist_ok=True)

@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[2]
 CONNECTION = "real"
 START_SECONDS = 90.0  # on a busy machine; an idle one needs 5
 STOP_SECONDS = 20.0
-LIMIT_SECONDS = 400.0
+LIMIT_SECONDS = 900.0  # where many share the machine; an idle one needs 100
 SAMPLES = 150
 
 

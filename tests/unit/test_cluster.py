@@ -59,3 +59,9 @@ def test_ray_is_told_of_a_cluster_only_where_it_was_asked_for(address, tmp_path)
 def test_a_connection_has_no_cluster():
     with pytest.raises(ConfigError, match="give one of them"):
         launch.launch(launch.RunRequest("site", app=Path(), ray_address="head:6379"))
+
+
+def test_an_engine_without_ray_has_no_cluster():
+    request = launch.RunRequest(app=Path(), ray_address="head:6379", engine=launch.Engine.IN_PROCESS)
+    with pytest.raises(ConfigError, match="is for the engine ray, not for in-process"):
+        launch.launch(request)

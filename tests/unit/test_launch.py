@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedstrat.errors import ConfigError, RunFailedError, UnknownSettingError
-from fedstrat.runs import capacity, launch, warden
+from fedstrat.runs import capacity, connections, launch, warden
 from fedstrat.runs.flowercli import FlowerCLI, Status
 from fedstrat.runs.follow import judge
 from fedstrat.runs.interrupts import Interrupted, signals_interrupt
@@ -391,14 +391,14 @@ def test_a_simulation_needs_clients():
 
 
 def test_connections_come_from_flowers_own_file(tmp_path):
-    assert launch.connection_settings(tmp_path, "local") == {}  # Flower will write its file
+    assert connections.settings(tmp_path, "local") == {}  # Flower will write its file
     local, site = '[superlink.local]\naddress = ":local:"\n', '[superlink.site]\naddress = "h:1"\n'
     (tmp_path / "config.toml").write_text(f'[superlink]\ndefault = "local"\n{local}{site}')
-    assert launch.connection_settings(tmp_path, "site") == {"address": "h:1"}
+    assert connections.settings(tmp_path, "site") == {"address": "h:1"}
     with pytest.raises(ConfigError, match=r"'sitr' .*did you mean 'site'\? It holds: local, site"):
-        launch.connection_settings(tmp_path, "sitr")
+        connections.settings(tmp_path, "sitr")
     with pytest.raises(ConfigError, match="'default'"):
-        launch.connection_settings(tmp_path, "default")
+        connections.settings(tmp_path, "default")
 
 
 # --- the end ----------------------------------------------------------------------------------------------
