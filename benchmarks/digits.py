@@ -26,6 +26,7 @@ import os
 import platform
 import sys
 import time
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -88,7 +89,8 @@ rounds of 10 clients, one local epoch, batch 20. Every method has 12 cells: four
 {", ".join(f"{lr:g}" for lr in LADDER)}, times three values of its one knob. A fifth of every client's training data,
 held back, chose the cell. Test accuracy over clients after the last round, mean ± standard deviation of {len(SEEDS)}
 seeds (std: over clients); \\* marks a chosen value at an end of its range. MB are the payloads of all training
-messages of a run, both ways; seconds are CPU time of a whole run. The last column averages all 12 cells, those that
+messages of a run, both ways; seconds are CPU time of a whole run of the chosen cell, all methods measured one after
+another by `--time`. The last column averages all 12 cells, those that
 diverge included. Made by `python -m benchmarks.digits`; every run is in [digits.json](benchmarks/results/digits.json).
 """
 
@@ -170,12 +172,17 @@ def read(path: Path) -> list[dict[str, Any]]:
     return [record for record in old["runs"] if key(record) in places()]
 
 
+def read_seconds(path: Path) -> dict[str, float]:
+    """What ``--time`` measured before."""
+    return dict(json.loads(path.read_text(encoding="utf-8")).get("cpu_seconds", {})) if path.exists() else {}
+
+
 def places() -> dict[tuple[Any, ...], int]:
     """Where every run stands in the results."""
     return {(m.label, lr, value, seed): i for i, (m, lr, value, seed) in enumerate(all_runs())}
 
 
-def write(path: Path, runs: list[dict[str, Any]]) -> None:
+def write(path: Path, runs: list[dict[str, Any]], seconds: Mapping[str, float]) -> None:
     """Write results and table; a run is one line, in the order of the grid whatever the order of finishing."""
     place = places()
     runs.sort(key=lambda record: place[key(record)])
@@ -185,10 +192,10 @@ def write(path: Path, runs: list[dict[str, Any]]) -> None:
         for m, row in rows.items()
         if row is not None
     }
-    head = json.dumps({**header(), "chosen": chosen}, indent=1)[:-2]
+    head = json.dumps({**header(), "chosen": chosen, "cpu_seconds": seconds}, indent=1)[:-2]
     lines = ",\n".join(f"  {json.dumps(record)}" for record in runs)
     _replace(path, f'{head},\n "runs": [\n{lines}\n ]\n}}\n')
-    _replace(path.with_suffix(".md"), f"{CAPTION}\n{markdown(rows)}")
+    _replace(path.with_suffix(".md"), f"{CAPTION}\n{markdown(rows, seconds)}")
 
 
 def _replace(path: Path, text: str) -> None:
@@ -204,7 +211,9 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=1, help="runs at the same time, a core each (default 1)")
     parser.add_argument("--fresh", action="store_true", help="forget earlier results")
     parser.add_argument("--results", type=Path, default=RESULTS, help="JSON file; a table is written beside it")
+    parser.add_argument("--time", action="store_true", help="measure one run of every chosen cell again")
     options = parser.parse_args()
+    seconds = {} if options.fresh else read_seconds(options.results)
     runs = [] if options.fresh else read(options.results)
     done = {key(record) for record in runs}
     missing = [run for run in all_runs() if (run[0].label, *run[1:]) not in done]
@@ -213,11 +222,16 @@ def main() -> None:
     with multiprocessing.get_context("spawn").Pool(options.workers) as pool:
         for record in pool.imap_unordered(make, missing):
             runs.append(record)
-            write(options.results, runs)
+            write(options.results, runs, seconds)
             what = f"{record['method']}, lr {record['lr']:g}, {record['value']}, seed {record['seed']}"
             accuracy = f"validation {record['validation']['mean']:.3f}, {record['cpu_seconds']} s"
             print(f"{len(runs)}/{len(all_runs())}  {what}: {accuracy}", flush=True)
-    write(options.results, runs)
+    if options.time:
+        cells = [(m, row.lr, row.value, SEEDS[0]) for m in METHODS if (row := choose(m, SEEDS, runs))]
+        with multiprocessing.get_context("spawn").Pool(1) as pool:
+            pool.map(make, cells[:1])  # imports, and the data set
+            seconds = {run[0].label: pool.map(make, [run])[0]["cpu_seconds"] for run in cells}
+    write(options.results, runs, seconds)
     print(options.results.with_suffix(".md").read_text(encoding="utf-8"))
 
 

@@ -30,6 +30,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import matplotlib as mpl
 import torch
 
 import fedstrat
@@ -41,6 +42,7 @@ from fedstrat.runs.model import initial_model
 from fedstrat.simulation import InProcessGrid
 
 RESULTS = Path(__file__).parent / "results" / "fedcspack.json"
+LOWEST_DRAWN = 0.85
 PACKAGES = ("flwr", "torch", "numpy")
 SETTING: dict[str, Any] = {
     "num-server-rounds": 100,
@@ -158,6 +160,7 @@ def write(path: Path, runs: list[dict[str, Any]]) -> None:
     lines = ",\n".join(f"  {json.dumps(run)}" for run in runs)
     path.write_text(f'{head},\n "runs": [\n{lines}\n ]\n}}\n', encoding="utf-8")
     path.with_suffix(".md").write_text(markdown(runs), encoding="utf-8")
+    draw(path.with_suffix(".png"), runs)
 
 
 def markdown(runs: list[dict[str, Any]]) -> str:
@@ -168,17 +171,19 @@ def markdown(runs: list[dict[str, Any]]) -> str:
         "the seeds.",
     ]
     for rounds in ROUNDS:
+        scores_told = SCORES if rounds == ROUNDS[-1] else SCORES[:-1]
+        names = " | ".join("its worst" if name.endswith("worst") else name for name in scores_told)
         lines += [
             "",
             f"After {rounds} rounds:",
             "",
-            "| method | seeds | global | its worst | personal | its worst | elsewhere | MB up | MB down | of FedAvg |",
-            "|---|--:|---|---|---|---|---|--:|--:|--:|",
+            f"| method | seeds | {names} | MB up | MB down | of FedAvg |",
+            f"|---|--:|{'---|' * len(scores_told)}--:|--:|--:|",
         ]
         for label in ROWS:
             own = [p for run in runs if run["row"] == label for p in run["curve"] if p["round"] == rounds]
             if own:
-                scores = " | ".join(_interval([p[name] for p in own]) for name in SCORES)
+                scores = " | ".join(_interval([p[name] for p in own]) for name in scores_told)
                 up, down, share = (statistics.fmean(p[name] for p in own) for name in BYTES)
                 lines.append(
                     f"| {label} | {len(own)} | {scores} | {up:.1f} | {down:.1f} | {100 * share:.{share < 0.1:d}f} % |"
@@ -194,6 +199,38 @@ def _interval(values: list[float | None]) -> str:
         return f"{statistics.fmean(known):.3f}"
     half = STUDENT[len(known)] * statistics.stdev(known) / math.sqrt(len(known))
     return f"{statistics.fmean(known):.3f} ± {half:.3f}"
+
+
+FAMILIES = {"FedAvg": "black", "dense": "tab:gray", "mask": "tab:orange", "synced": "tab:blue", "…": "tab:green"}
+
+
+def draw(path: Path, runs: list[dict[str, Any]]) -> None:
+    """The frontier: bytes both ways against the personal and the global models' accuracy, a picture a number of rounds.
+
+    Error bars are the smallest and the largest seed. Rows far below are left out of the picture, not of the table.
+    """
+    mpl.use("Agg")
+    import matplotlib.pyplot as plt  # noqa: PLC0415  # after the choice of a backend without a window
+
+    figure, axes = plt.subplots(len(ROUNDS), 2, figsize=(11, 4.2 * len(ROUNDS)), layout="constrained", squeeze=False)
+    for line, rounds in zip(axes, ROUNDS, strict=True):
+        for ax, score in zip(line, ("personal", "global"), strict=True):
+            for number, label in enumerate(ROWS, start=1):
+                own = [p for run in runs if run["row"] == label for p in run["curve"] if p["round"] == rounds]
+                values = [p[score] for p in own]
+                if not own or min(values) < LOWEST_DRAWN:
+                    continue
+                mean, megabytes = statistics.fmean(values), statistics.fmean(p["up_mb"] + p["down_mb"] for p in own)
+                colour = next(c for family, c in FAMILIES.items() if family in label)
+                spread = [[mean - min(values)], [max(values) - mean]]
+                ax.errorbar(megabytes, mean, spread, fmt="o", color=colour, capsize=2, label=f"{number}  {label}")
+                ax.annotate(str(number), (megabytes, mean), xytext=(5, 4), textcoords="offset points", fontsize=8)
+            ax.set(xscale="log", xlabel="MB, both ways", ylabel=f"{score} accuracy", title=f"after {rounds} rounds")
+            ax.grid(visible=True, which="both", alpha=0.25)
+    handles, labels = axes[-1][0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=2, fontsize=8, frameon=False)
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
 
 
 def main() -> None:

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 SCORES = ("mean", "best10", "worst10", "std")
-COSTS = ("mb", "cpu_seconds")
 
 Knob = float | str
 
@@ -42,7 +41,7 @@ class Row:
         value: The knob's value.
         validation: Mean validation accuracy that chose it.
         test: Score -> (mean over seeds, sample standard deviation over seeds).
-        costs: Cost -> mean over seeds.
+        mb: Megabytes of a run, mean over seeds.
         grid: Score -> mean over all cells and seeds, on test.
         edges: Which of "lr" and the knob lie at an end of their range.
     """
@@ -51,7 +50,7 @@ class Row:
     value: Knob
     validation: float
     test: Mapping[str, tuple[float, float]]
-    costs: Mapping[str, float]
+    mb: float
     grid: Mapping[str, float]
     edges: tuple[str, ...]
 
@@ -82,14 +81,19 @@ def choose(method: Method, seeds: Sequence[int], runs: Sequence[Mapping[str, Any
         value=value,
         validation=validation[best],
         test={score: _over_seeds([r["test"][score] for r in by_cell[best]]) for score in SCORES},
-        costs={cost: statistics.fmean(r[cost] for r in by_cell[best]) for cost in COSTS},
+        mb=statistics.fmean(r["mb"] for r in by_cell[best]),
         grid={score: statistics.fmean(r["test"][score] for rs in by_cell.values() for r in rs) for score in SCORES},
         edges=tuple(edges),
     )
 
 
-def markdown(rows: Mapping[Method, Row | None]) -> str:
-    """Return the table; methods that aren't finished are left out."""
+def markdown(rows: Mapping[Method, Row | None], seconds: Mapping[str, float]) -> str:
+    """Return the table; methods that aren't finished are left out.
+
+    Args:
+        rows: What :func:`choose` gave for each method.
+        seconds: Label -> CPU seconds of one run of the chosen cell, where that was measured.
+    """
     lines = [
         "| method | chosen cell | mean | best 10 % | worst 10 % | std | MB | CPU s | all cells: mean / worst 10 % |",
         "|---|---|---|---|---|---|--:|--:|---|",
@@ -100,9 +104,9 @@ def markdown(rows: Mapping[Method, Row | None]) -> str:
         names = {"lr": f"lr {row.lr:g}", method.knob: f"{method.knob} {row.value}"}
         cell = ", ".join(text + ("\\*" if name in row.edges else "") for name, text in names.items())
         scores = " | ".join(f"{_short(mean)} ± {_short(std)}" for mean, std in row.test.values())
-        costs = f"{row.costs['mb']:.1f} | {row.costs['cpu_seconds']:.1f}"
+        taken = f"{seconds[method.label]:.1f}" if method.label in seconds else "–"
         grid = f"{_short(row.grid['mean'])} / {_short(row.grid['worst10'])}"
-        lines.append(f"| {method.label} | {cell} | {scores} | {costs} | {grid} |")
+        lines.append(f"| {method.label} | {cell} | {scores} | {row.mb:.1f} | {taken} | {grid} |")
     return "\n".join(lines) + "\n"
 
 

@@ -20,7 +20,7 @@ def make_runs(validation):
         scores["mean"] += 0.1 * seed
         runs.append(
             {"method": "FedAvg", "lr": lr, "value": value, "seed": seed, "test": scores}
-            | {"validation": {"mean": validation(lr, value, seed)}, "mb": 2.5, "cpu_seconds": 2.0 + seed}
+            | {"validation": {"mean": validation(lr, value, seed)}, "mb": 1.0 + seed}
         )
     return runs
 
@@ -33,8 +33,9 @@ def test_validation_chooses_and_test_is_reported():
     assert row.test["mean"] == pytest.approx((0.65, 0.1 / 2**0.5))
     assert row.grid["worst10"] == pytest.approx((0.5 + 8 * 0.9) / 9)
     assert row.edges == ("server-lr",)
-    assert "lr 0.2, server-lr 2.0\\* | .650 ± .071" in markdown({METHOD: row})
-    assert " | 2.5 | 3.5 | " in markdown({METHOD: row})
+    assert "lr 0.2, server-lr 2.0\\* | .650 ± .071" in markdown({METHOD: row}, {})
+    assert " | 2.5 | – | " in markdown({METHOD: row}, {})
+    assert " | 2.5 | 3.2 | " in markdown({METHOD: row}, {"FedAvg": 3.21})
 
 
 def test_one_lucky_seed_does_not_choose():
@@ -47,7 +48,7 @@ def test_one_lucky_seed_does_not_choose():
 def test_an_unfinished_method_has_no_row():
     runs = make_runs(lambda *_: 0.5)
     assert choose(METHOD, (1, 2), runs[:-1]) is None
-    assert "FedAvg" not in markdown({METHOD: None})
+    assert "FedAvg" not in markdown({METHOD: None}, {})
 
 
 def test_every_method_has_as_many_cells_and_a_valid_run_config():
