@@ -2,11 +2,13 @@
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from fedstrat.errors import ConfigError, FedstratError
+from fedstrat.page.comparison import Comparison
+from fedstrat.page.comparison import read as read_comparison
 from fedstrat.runs.goals import Goals
 from fedstrat.runs.history import Recorded, load
 from fedstrat.runs.keys import algorithms
@@ -68,12 +70,14 @@ class Group:
     """Runs whose configs are alike but for the seed and for where files lie.
 
     Attributes:
-        label: The algorithm, with the settings that tell it from other groups of the same one.
+        label: The name, with the settings that tell it from other groups of the same one.
         runs: In the order of their seeds.
+        name: What a comparison calls the method; else the algorithm.
     """
 
     label: str
     runs: tuple[Run, ...]
+    name: str = ""
 
     @property
     def config(self) -> Mapping[str, Any]:
@@ -94,11 +98,13 @@ class Gathered:
         groups: In the order in which their first runs were named.
         problems: Sentences about folders that couldn't be used.
         published: Published numbers beside ours: {"source": ..., "rows": {label: {metric: value}}}; {} without.
+        note: What was left out on purpose, and why; empty where nothing was.
     """
 
     groups: tuple[Group, ...]
     problems: tuple[str, ...] = ()
     published: Mapping[str, Any] = field(default_factory=dict)
+    note: str = ""
 
 
 def gather(folders: Iterable[Path]) -> Gathered:
@@ -112,7 +118,7 @@ def gather(folders: Iterable[Path]) -> Gathered:
     """
     runs: dict[Path, Run] = {}
     problems: list[str] = []
-    published: dict[str, Any] = {}
+    comparison = Comparison()
     for folder in folders:
         found = _run_folders(folder)
         if not found:
@@ -125,12 +131,22 @@ def gather(folders: Iterable[Path]) -> Gathered:
             else:
                 runs.setdefault(path.resolve(), run)
         try:
-            published = published or _published(folder)
-        except (OSError, ValueError) as error:
-            problems.append(f"{folder / 'published.json'} was left out: {_sentence(error)}")
+            one = read_comparison(folder)
+        except (OSError, ValueError, TypeError, AttributeError) as error:
+            problems.append(f"What {folder} says about a comparison was left out: {_sentence(error)}")
+        else:
+            comparison = comparison if comparison.methods or comparison.published else one
     if not runs:
         raise ConfigError("no run to report on:\n" + "\n".join(problems))
-    return Gathered(_grouped(list(runs.values())), tuple(problems), published)
+    groups = _grouped(list(runs.values()), comparison)
+    chosen = [group for group in groups if comparison.is_chosen(group.config)]
+    if not chosen or len(chosen) == len(groups):
+        return Gathered(_labelled(groups), tuple(problems), comparison.published)
+    note = (
+        f"Of {len(groups)} settings this page shows the {len(chosen)} that validation data chose, one of each method;"
+        " the comparison's own tables hold all."
+    )
+    return Gathered(_labelled(chosen), tuple(problems), comparison.published, note)
 
 
 def differing(groups: Iterable[Group], among: Iterable[str] = ()) -> list[str]:
@@ -173,30 +189,24 @@ def _deciding(config: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in config.items() if name not in IGNORED}
 
 
-def _grouped(runs: list[Run]) -> tuple[Group, ...]:
+def _grouped(runs: list[Run], comparison: Comparison) -> list[Group]:
     alike: dict[str, list[Run]] = {}
     for run in runs:
         alike.setdefault(_text(_deciding(run.config)), []).append(run)
     groups = [Group("", tuple(sorted(some, key=lambda run: _order(run.seed)))) for some in alike.values()]
-    return tuple(Group(_label(group, groups), group.runs) for group in groups)
+    methods = [comparison.method_of(group.config) or {"label": group.algorithm} for group in groups]
+    return [replace(group, name=method["label"]) for group, method in zip(groups, methods, strict=True)]
+
+
+def _labelled(groups: list[Group]) -> tuple[Group, ...]:
+    return tuple(replace(group, label=_label(group, groups)) for group in groups)
 
 
 def _label(group: Group, groups: list[Group]) -> str:
-    rivals = [other for other in groups if other.algorithm == group.algorithm]
+    rivals = [other for other in groups if other.name == group.name]
     table = f"{group.algorithm}."
     told = [f"{name.removeprefix(table)} {_shown(group.config.get(name, _MISSING))}" for name in differing(rivals)]
-    return ", ".join([group.algorithm, *told])
-
-
-def _published(folder: Path) -> dict[str, Any]:
-    file = folder / "published.json"
-    if not file.is_file():
-        return {}
-    contents: Any = json.loads(file.read_text(encoding="utf-8"))
-    rows = contents.get("rows") if isinstance(contents, dict) else None
-    if not isinstance(rows, dict) or not all(isinstance(row, dict) for row in rows.values()):
-        raise ValueError('expected {"source": …, "rows": {label: {metric: value}}}')
-    return dict(contents)
+    return ", ".join([group.name, *told])
 
 
 def _text(value: Any) -> str:

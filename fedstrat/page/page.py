@@ -66,6 +66,7 @@ def _contents(gathered: Gathered) -> dict[str, Any]:
     several = [table for table in (tables.personal(groups),) if table]
     return {
         "lead": _lead(groups),
+        "note": gathered.note,
         "count": f"{len(runs)} run{'s' if len(runs) != 1 else ''}",
         "problems": [
             *gathered.problems,

@@ -28,6 +28,8 @@ _UPDATES = {
 }
 
 
+# Columns of published tables -> the score that they speak of, its factor and digits.
+_PUBLISHED = {name: (name, 1.0, 3) for name in _SCORES} | {"accuracy %": ("accuracy", 100.0, 2)}
 _STACK = ("fedstrat", "flwr", "torch")
 
 
@@ -167,17 +169,26 @@ def published(contents: Mapping[str, Any], groups: Sequence[Group]) -> Table | N
     metrics = list(dict.fromkeys(metric for row in given.values() for metric in row))
     if not metrics:
         return None
+    model = "personal" if contents.get("model") == "personal" else "global"
+    head = [""]
+    for metric in metrics:
+        head += [f"{metric}: published", "here"] if metric in _PUBLISHED else [f"{metric}: published"]
     rows = []
     for label, row in given.items():
         group = _match(label, groups)
         lines = [last_scored(run) for run in group.runs] if group else []
-        cells = []
+        scores = [line.get("personal") or {} for line in lines] if model == "personal" else lines
+        cells = [label]
         for metric in metrics:
-            cells += [_given(row.get(metric)), spread(line.get(metric.replace("-", "_")) for line in lines)]
-        rows.append([label, *cells])
-    head = ["", *(title for metric in metrics for title in (f"{metric}: published", "here"))]
+            cells.append(_given(row.get(metric)))
+            if metric in _PUBLISHED:
+                name, factor, digits = _PUBLISHED[metric]
+                known = [s[name] * factor for s in scores if s.get(name) is not None]
+                cells.append(spread(known, digits))
+        rows.append(cells)
     source = contents.get("source")
-    return Table(f"Published numbers{f' ({source})' if source else ''} beside those of this page.", head, rows)
+    caption = f"Published numbers{f' ({source})' if source else ''} beside those of this page, {model} models."
+    return Table(caption, head, rows)
 
 
 def differences(groups: Sequence[Group]) -> Table | None:
@@ -247,7 +258,11 @@ def _over_rounds(run: Run, name: str) -> float | None:
 
 def _match(label: str, groups: Sequence[Group]) -> Group | None:
     wanted = label.casefold()
-    for names in ([group.label for group in groups], [group.algorithm for group in groups]):
+    for names in (
+        [group.label for group in groups],
+        [group.name for group in groups],
+        [group.algorithm for group in groups],
+    ):
         found = [group for group, name in zip(groups, names, strict=True) if name.casefold() == wanted]
         if len(found) == 1:
             return found[0]

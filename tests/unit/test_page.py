@@ -168,15 +168,49 @@ def test_markup_in_names_stays_text(tmp_path: Path) -> None:
 
 
 def test_published_numbers_stand_beside_ours(several: Path) -> None:
-    rows = {"CRAFT": {"mean": 0.564, "worst10": 0.2}, "fedprox": {"mean": "52.1 %"}}
+    rows = {
+        "CRAFT": {"mean": 0.564, "worst10": 0.2},
+        "fedprox": {"mean": "52.1 %"},
+        "fedavg": {"accuracy %": 61.5, "gain": "+3 %"},
+    }
     (several / "published.json").write_text(json.dumps({"source": "Table 1 of the paper", "rows": rows}))
     page = make_page(several)
     ours = page.row("craft", "3")
-    assert page.row("CRAFT") == ["CRAFT", "0.564", ours[2], "0.2", ours[5]]
-    assert page.row("fedprox") == ["fedprox", "52.1 %", "–", "–", "–"]
+    plain = page.row("fedavg", "3")
+    percent = " ± ".join(f"{100 * float(part):.1f}" for part in plain[3].split(" ± "))
+    head = page.row("", "mean: published")
+    assert head[1:] == [
+        "mean: published", "here", "worst10: published", "here", "accuracy %: published", "here", "gain: published",
+    ]  # fmt: skip
+    assert page.row("CRAFT")[:5] == ["CRAFT", "0.564", ours[2], "0.2", ours[5]]
+    assert page.row("fedprox") == ["fedprox", "52.1 %", "–", "–", "–", "–", "–", "–"]
+    found = page.row("fedavg", "–")
+    assert found[5:6] + found[7:] == ["61.5", "+3 %"]
+    assert [round(float(part), 1) for part in found[6].split(" ± ")] == [float(part) for part in percent.split(" ± ")]
     assert "Table 1 of the paper" in page.text
     (several / "published.json").write_text("[1]")
-    assert "published.json was left out" in make_page(several).text
+    assert "published.json: expected an object" in make_page(several).text
+
+
+def test_of_a_comparison_the_chosen_settings_are_shown_under_its_labels(tmp_path: Path) -> None:
+    recipe = {
+        "title": "Ours",
+        "methods": [
+            {"label": "Plain", "algorithm": "fedavg", "fixed": {}, "grid": {"train.lr": [0.1, 0.5]}},
+            {"label": "Plain, one seed", "algorithm": "fedavg", "fixed": {"train.momentum": 0.5}, "grid": {}},
+        ],
+        "published": {"source": "Table 1", "rows": {"Plain": {"mean": 0.9}}},
+    }
+    (tmp_path / "recipe.json").write_text(json.dumps(recipe))
+    (tmp_path / "table.csv").write_text('method,setting,mean\nPlain,lr 0.1,0.5\n"Plain, one seed",,0.5\n')
+    for seed, rate in ((1, 0.1), (2, 0.1), (1, 0.5)):
+        make_run(tmp_path / "cells" / f"{rate}-{seed}", "fedavg", seed, level=rate, **{"train.lr": rate})
+    make_run(tmp_path / "cells" / "m", "fedavg", 1, **{"train.momentum": 0.5})
+    page = make_page(tmp_path)
+    assert "Of 3 settings this page shows the 2 that validation data chose" in page.text
+    ours = page.row("Plain", "2")
+    assert page.row("Plain", "0.9") == ["Plain", "0.9", ours[2]]
+    assert page.row("Plain, one seed", "1")
 
 
 def test_broken_and_unfinished_folders_cost_a_sentence(tmp_path: Path) -> None:
