@@ -25,7 +25,8 @@ def label_counts(config: Mapping[str, Any]) -> np.ndarray:
     if not isinstance(clients, int) or clients < 1:
         raise LookupError("num-clients is 0, so the partition depended on the nodes that were connected")
     if name != "digits" and not any(sources.folder(name, str(config.get("dataset.dir", ""))).glob("*")):
-        raise LookupError(f"the data set '{name}' isn't on this machine")  # nothing is downloaded for a picture
+        # Nothing is downloaded for a picture.
+        raise LookupError(f"the data set '{name}' isn't in its usual place here ($FEDSTRAT_DATA names another)")
     columns = []
     for client in range(clients):
         own = assign(config, {"partition-id": client, "num-partitions": clients})

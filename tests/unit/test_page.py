@@ -276,7 +276,7 @@ def test_the_partition_is_the_one_that_the_clients_had() -> None:
 def test_data_that_is_not_here_costs_the_picture_and_is_not_fetched(tmp_path: Path) -> None:
     make_run(tmp_path / "run", **{"dataset.name": "mnist", "dataset.dir": str(tmp_path / "gone")})
     page = make_page(tmp_path)
-    assert "the data set 'mnist' isn't on this machine" in page.text.replace("&#39;", "'")
+    assert "the data set 'mnist' isn't in its usual place here" in page.text.replace("&#39;", "'")
     assert not (tmp_path / "gone").exists()
 
 
