@@ -125,7 +125,7 @@ def _greet(recipe: Recipe, request: Request, cells: Sequence[Cell]) -> None:
     for cell in cells:
         counts[standing(cell.folder)] += 1
     told = ", ".join(f"{count} {name}" for name, count in counts.items() if count)
-    print(f"{recipe.title}\n{len(cells)} runs: {told}", flush=True)
+    print(f"{recipe.title}\n{len(cells)} run{'s' * (len(cells) != 1)}: {told}", flush=True)
     known = {cell.folder.name for cell in cells}
     strange = sorted(path.name for path in (request.folder / "cells").glob("*") if path.name not in known)
     if strange:

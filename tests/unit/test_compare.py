@@ -150,6 +150,19 @@ def test_identity_is_that_of_what_is_computed() -> None:
     assert len({identity(flat)} | {identity({**flat, key: value}) for key, value in other.items()}) == 6
 
 
+def test_personal_models_are_compared_where_the_recipe_says_so(tmp_path: Path) -> None:
+    ditto = Method("Ditto", "ditto", {}, {})
+    recipe = replace(RECIPE, methods=(ditto,), seeds=(1,), model="personal")
+    assert compare(recipe, ask(tmp_path)) == 0
+    (cell,) = make_cells(recipe, read_app(ROOT), tmp_path / "cells")
+    run, found = load(cell.folder), read_outcome(cell, recipe)
+    assert run.summary is not None
+    assert found.final is not None
+    assert found.validation == run.summary["validation_personal"]["mean"] != run.summary["validation"]["mean"]
+    assert found.final["mean"] == run.history[-1]["personal"]["mean"] != run.history[-1]["mean"]
+    assert "personal models" in (tmp_path / "table.txt").read_text()
+
+
 # --- interruptions and failures -----------------------------------------------------------------------------
 
 ONE = replace(RECIPE, methods=(CRAFT,), seeds=(1,), targets=())
