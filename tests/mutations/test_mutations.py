@@ -395,6 +395,35 @@ MUTATIONS = [
         "tests/unit/test_models.py",
         "equations",
     ),
+    Mutation(
+        "compare: the luckiest seed chooses the setting",
+        "fedstrat/experiments/selection.py",
+        "statistics.fmean(-math.inf if run.validation is None else run.validation for run in runs)",
+        "max(-math.inf if run.validation is None else run.validation for run in runs)",
+        "tests/unit/test_experiment_selection.py",
+    ),
+    Mutation(
+        "compare: failed runs are left out of the grid's mean",
+        "fedstrat/experiments/selection.py",
+        'run.final["mean"] if run.final else 0.0 for run in made',
+        'run.final["mean"] for run in made if run.final',
+        "tests/unit/test_experiment_selection.py",
+    ),
+    Mutation(
+        "compare: differences to one seed of the first method",
+        "fedstrat/experiments/selection.py",
+        "- of_first[run.seed] for",
+        "- next(iter(of_first.values())) for",
+        "tests/unit/test_experiment_selection.py",
+    ),
+    Mutation(
+        "recipes: published numbers of two tables mixed",
+        "fedstrat/experiments/recipe.py",
+        ' and key != "published"',
+        "",
+        "tests/unit/test_recipe.py",
+        "published",
+    ),
 ]
 
 
