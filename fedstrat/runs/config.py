@@ -307,8 +307,8 @@ def _contradictions(config: RunKeys) -> list[str]:
             )
     if config.evaluate_in_train and "evaluate_in_train" not in algorithms()[config.algorithm].strategy.hypers:
         problems.append(
-            f"run config: 'evaluate-in-train' needs the model in the training messages, where '{config.algorithm}'"
-            " sends packs; set it to false"
+            f"run config: 'evaluate-in-train' needs the model in the training messages, but '{config.algorithm}'"
+            " sends parts of it; set it to false"
         )
     return problems
 

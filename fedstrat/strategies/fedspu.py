@@ -101,6 +101,7 @@ class FedSPU(FedStrategy[SpuState, SubModel]):
     sends_model = False
     stateful_clients = True
     evaluate_personal = True
+    evaluate_in_train = False  # parts of the model travel, not the model
 
     ratios: str = hyper(
         default="0.2,0.4,0.6,0.8,1.0", symbol="r", doc="shares of units, in turn to client 0, 1, …; each in (0, 1]"

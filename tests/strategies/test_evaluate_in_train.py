@@ -12,6 +12,7 @@ import fedstrat
 from fedstrat.errors import ConfigError
 from fedstrat.metrics.rounds import RoundReport
 from fedstrat.payloads import decode
+from fedstrat.runs import config
 from fedstrat.runs.checkpoint import CheckpointFolder
 from fedstrat.runs.goals import Goals
 from fedstrat.runs.history import RunFolder, load
@@ -74,7 +75,7 @@ def made(name: str, **settings: Any) -> Any:
     return ALGORITHMS[name].strategy(**{**COMMON, **settings})
 
 
-@pytest.mark.parametrize("name", [name for name in ALGORITHMS if name != "fedcspack"])
+@pytest.mark.parametrize("name", [name for name, a in ALGORITHMS.items() if "evaluate_in_train" in a.strategy.hypers])
 def test_it_changes_no_bit_of_the_training(name: str) -> None:
     plain, _ = run(made(name, fraction_train=0.6))
     asked, _ = run(made(name, fraction_train=0.6, evaluate_in_train=True))
@@ -192,9 +193,14 @@ def test_a_count_that_cant_be_is_dropped_and_the_update_stays(wrong: float, capl
     assert "evaluation of client 1 is dropped: metrics/received-num-correct" in caplog.text
 
 
-def test_where_packs_travel_it_is_refused() -> None:
-    with pytest.raises(ConfigError, match="evaluate_in_train"):
-        fedstrat.FedCSPACK(evaluate_in_train=True)
+def test_where_the_model_doesnt_travel_it_is_refused() -> None:
+    parts = [name for name, a in ALGORITHMS.items() if not a.strategy.sends_model]
+    assert set(parts) >= {"fedcspack", "fedspu"}
+    for name in parts:
+        with pytest.raises(ConfigError, match="evaluate_in_train"):
+            ALGORITHMS[name].strategy(evaluate_in_train=True)
+        with pytest.raises(ConfigError, match=f"'evaluate-in-train' needs the model .* '{name}'"):
+            config.parse({"algorithm": name, "evaluate-in-train": True})
 
 
 def test_the_line_of_a_round_says_whose_scores_they_are() -> None:
