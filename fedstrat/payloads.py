@@ -5,6 +5,7 @@ Declared shapes are checked against the number of bytes before anything is alloc
 """
 
 import dataclasses
+import functools
 import io
 import math
 import warnings
@@ -29,6 +30,7 @@ Code that doesn't know it fails loudly, instead of, say, clipping a control vari
 
 _NUMPY = "numpy.ndarray"
 _MAX_NPY_HEADER = 10_000
+_MAX_HEADERS = 1024
 _MAX_DIMENSIONS = 32
 _MAX_NUMBERS = 2**60
 _NAMES = ("float16", "bfloat16", "float32", "float64", "int8", "int16", "int32", "int64", "uint8", "bool",
@@ -48,15 +50,23 @@ def raw_array(tensor: torch.Tensor) -> Array:
 
 
 def numpy_array(tensor: torch.Tensor) -> Array:
-    """Encode a tensor as every Flower app does (npy); dtypes that NumPy doesn't have become :func:`raw_array`."""
+    """Encode a tensor as every Flower app does (npy, one copy); dtypes that NumPy lacks become :func:`raw_array`."""
     plain = tensor.detach().cpu().contiguous()
     if plain.dtype in _WITHOUT_NUMPY:
         return raw_array(plain)
-    ndarray: np.ndarray[Any, Any] = plain.numpy()
+    shape = tuple(plain.shape)
+    header, name = _npy_header(shape, plain.dtype)
+    return Array(name, shape, _NUMPY, b"".join((header, plain.numpy().data)))
+
+
+@functools.lru_cache(maxsize=_MAX_HEADERS)
+def _npy_header(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[bytes, str]:
+    """The header and the dtype's name, which are the same for a model's arrays in every round."""
+    numpy_dtype = torch.empty(0, dtype=dtype).numpy().dtype
     header = io.BytesIO()
-    np.lib.format.write_array_header_1_0(header, np.lib.format.header_data_from_array_1_0(ndarray))
-    data = b"".join((header.getvalue(), ndarray.reshape(-1).data.cast("B") if ndarray.size else b""))
-    return Array(str(ndarray.dtype), tuple(ndarray.shape), _NUMPY, data)
+    described = {"descr": np.lib.format.dtype_to_descr(numpy_dtype), "fortran_order": False, "shape": shape}
+    np.lib.format.write_array_header_1_0(header, described)
+    return header.getvalue(), str(numpy_dtype)
 
 
 def view(array: Array, what: str) -> torch.Tensor:
@@ -70,52 +80,77 @@ def view(array: Array, what: str) -> torch.Tensor:
         PayloadError: Bytes, dtype and declared shape contradict each other, or the serialisation is unknown.
     """
     shape = tuple(array.shape)
-    sizes = [n for n in shape if isinstance(n, int) and not isinstance(n, bool) and n >= 0]
-    # An empty array needs no bytes whatever its other sizes are, so these are bounded apart.
-    endless = 0 in sizes and math.prod(max(n, 1) for n in sizes) > _MAX_NUMBERS
-    if len(sizes) < len(shape) or len(shape) > _MAX_DIMENSIONS or endless:
+    if len(shape) > _MAX_DIMENSIONS or not all(type(n) is int and n >= 0 for n in shape) or _endless(shape):
         raise PayloadError(f"{what}: expected a shape of few non-negative integers, but got {str(shape)[:200]}")
+    data = array.data
     if array.stype == RAW:
         dtype = _DTYPES.get(array.dtype)
         if dtype is None:
             raise PayloadError(f"{what}: expected a dtype of {', '.join(_NAMES)}, but got '{array.dtype}'")
-        _check_size(what, shape, dtype.itemsize, len(array.data))
-        if not array.data:
-            return torch.empty(shape, dtype=dtype)
-        return _readonly(torch.frombuffer, array.data, dtype=dtype).reshape(shape)
+        _check_size(what, shape, dtype.itemsize, len(data))
+        return _readonly(data, dtype, 0, shape)
     if array.stype != _NUMPY:
         raise PayloadError(f"{what}: expected serialisation '{_NUMPY}' or '{RAW}', but got '{array.stype}'")
     return _view_npy(array, shape, what)
 
 
+def _endless(shape: tuple[int, ...]) -> bool:
+    # An empty array needs no bytes whatever its other sizes are, so these are bounded apart.
+    return 0 in shape and math.prod(max(n, 1) for n in shape) > _MAX_NUMBERS
+
+
+@dataclass(frozen=True)
+class _Header:
+    """What an npy header says, and where the numbers begin."""
+
+    shape: tuple[int, ...]
+    fortran: bool
+    dtype: np.dtype[Any]
+    name: str
+    start: int
+
+
+@functools.lru_cache(maxsize=_MAX_HEADERS)
+def _read_header(head: bytes) -> _Header:
+    """Parse and check an npy header; the same few come in every round from every client."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # NumPy repairs some malformed headers, with a warning
+        stream = io.BytesIO(head)
+        version = np.lib.format.read_magic(stream)
+        read = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}[version]
+        shape, fortran, dtype = read(stream, max_header_size=_MAX_NPY_HEADER)
+    return _Header(shape, fortran, dtype, str(dtype), stream.tell())
+
+
 def _view_npy(array: Array, shape: tuple[int, ...], what: str) -> torch.Tensor:
-    data = memoryview(array.data)
+    data = array.data
+    # Exactly the header where its length is told as NumPy writes it; whatever else comes is for NumPy to judge.
+    end = 10 + int.from_bytes(data[8:10], "little") if data[6:7] == b"\1" else _MAX_NPY_HEADER + 12
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")  # NumPy repairs some malformed headers, with a warning
-            head = io.BytesIO(data[: _MAX_NPY_HEADER + 12])
-            version = np.lib.format.read_magic(head)
-            read = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}[version]
-            found, fortran, dtype = read(head, max_header_size=_MAX_NPY_HEADER)
+        header = _read_header(data[: min(end, _MAX_NPY_HEADER + 12)])
     except Exception as error:
         raise PayloadError(f"{what}: the bytes aren't a readable npy array ({type(error).__name__}: {error})") from None
+    dtype = header.dtype
     if (
-        found != shape
+        header.shape != shape
         or dtype.hasobject
         or not dtype.itemsize
         or dtype.names
         or dtype.subdtype
-        or str(dtype) != array.dtype
+        or header.name != array.dtype
     ):
         raise PayloadError(
-            f"{what}: declared as {array.dtype}{list(shape)}, but its bytes say {dtype}{list(found)}; expected the same"
+            f"{what}: declared as {array.dtype}{list(shape)}, but its bytes say {dtype}{list(header.shape)}; expected"
+            " the same"
         )
-    _check_size(what, shape, dtype.itemsize, len(data) - head.tell())
-    flat = np.frombuffer(data[head.tell() :], dtype=dtype)
-    ordered = flat.reshape(shape[::-1]).T if fortran else flat.reshape(shape)
+    _check_size(what, shape, dtype.itemsize, len(data) - header.start)
+    native = _DTYPES.get(header.name)
+    if native is not None and dtype.isnative and not (header.fortran and len(shape) > 1):
+        return _readonly(data, native, header.start, shape)
+    flat = np.frombuffer(data, dtype=dtype, offset=header.start)
+    ordered = flat.reshape(shape[::-1]).T if header.fortran else flat.reshape(shape)
     try:
-        native = np.require(ordered, dtype.newbyteorder("="), "C")
-        return _readonly(torch.from_numpy, native)
+        return torch.from_numpy(np.array(ordered, dtype.newbyteorder("="), order="C"))
     except TypeError:
         raise PayloadError(f"{what}: torch has no dtype for {dtype}; send a floating or integer array") from None
 
@@ -129,11 +164,19 @@ def _check_size(what: str, shape: tuple[int, ...], itemsize: int, num_bytes: int
         )
 
 
-def _readonly(convert: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
-    # The one place that may silence this warning: decoded tensors are never written to.
+def _readonly(data: bytes, dtype: torch.dtype, start: int, shape: tuple[int, ...]) -> torch.Tensor:
+    if start == len(data):
+        return torch.empty(shape, dtype=dtype)
+    _silence_once()
+    return torch.frombuffer(data, dtype=dtype, offset=start).view(shape)
+
+
+@functools.cache
+def _silence_once() -> None:
+    # torch warns of the first read-only buffer of a process. Decoded tensors are never written to.
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="The given (buffer|NumPy array) is not writable")
-        return convert(*args, **kwargs)
+        warnings.filterwarnings("ignore", message="The given buffer is not writable")
+        torch.frombuffer(b"\0", dtype=torch.uint8)
 
 
 def decode(record: ArrayRecord, what: str) -> dict[str, torch.Tensor]:
