@@ -25,8 +25,8 @@ Weights = Literal["dual", "cosine", "kl", "full"]
 
 _TINY_NORM = 1e-8
 _TINY_WEIGHT = 1e-12
-_CHUNK_PACKS = 1024
-"""Packs that are in float64 at one time."""
+_CHUNK_NUMBERS = 1 << 14
+"""Numbers that are in float64 at one time: few enough for the cache, and for memory to be taken again."""
 
 
 def num_packs(size: int, pack_size: int) -> int:
@@ -112,13 +112,18 @@ def cosines(w: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tenso
     to say about it.
     """
     sums = [torch.empty(len(x), dtype=torch.float64, device=x.device) for _ in range(3)]
-    for start in range(0, len(x), _CHUNK_PACKS):
-        rows = slice(start, start + _CHUNK_PACKS)
+    for rows in _chunks(x):
         a, b = w[rows].to(torch.float64), x[rows].to(torch.float64)
-        sums[0][rows], sums[1][rows], sums[2][rows] = (a * b).sum(1), (a * a).sum(1), (b * b).sum(1)
+        for result, (left, right) in zip(sums, ((a, b), (a, a), (b, b)), strict=True):
+            torch.linalg.vecdot(left, right, out=result[rows])
     dot, ww, xx = sums
     theta = torch.where((ww == 0) & (xx == 0), torch.ones_like(dot), _cosine(dot, ww, xx))
     return theta, _cosine(dot.sum(), ww.sum(), xx.sum())
+
+
+def _chunks(packs: torch.Tensor) -> list[slice]:
+    size = max(_CHUNK_NUMBERS // packs.shape[1], 1)
+    return [slice(start, start + size) for start in range(0, len(packs), size)]
 
 
 def _cosine(dot: torch.Tensor, ww: torch.Tensor, xx: torch.Tensor) -> torch.Tensor:
@@ -129,11 +134,14 @@ def _cosine(dot: torch.Tensor, ww: torch.Tensor, xx: torch.Tensor) -> torch.Tens
 def divergences(w: torch.Tensor, x: torch.Tensor, temperature: float) -> torch.Tensor:
     """Return ``KL(softmax(x_j / T) || softmax(w_j / T))`` per pack, shape (K,), float64, padding included."""
     kappa = torch.empty(len(x), dtype=torch.float64, device=x.device)
-    for start in range(0, len(x), _CHUNK_PACKS):
-        rows = slice(start, start + _CHUNK_PACKS)
-        p = torch.log_softmax(x[rows].to(torch.float64) / temperature, dim=1)
-        q = torch.log_softmax(w[rows].to(torch.float64) / temperature, dim=1)
-        kappa[rows] = (p.exp() * (p - q)).sum(1)
+    for rows in _chunks(x):
+        a, b = x[rows].to(torch.float64) / temperature, w[rows].to(torch.float64) / temperature
+        # sum_k p_k (log p_k - log q_k) with log p_k = a_k - log sum_l exp(a_l), which needs p but no logarithms of it.
+        highest = a.amax(1, keepdim=True)
+        p = (a - highest).exp_()
+        total = p.sum(1)
+        log_p = highest[:, 0] + total.log()
+        kappa[rows] = torch.linalg.vecdot(p, a - b) / total + torch.logsumexp(b, 1) - log_p
     return kappa.clamp(min=0.0)
 
 
