@@ -327,10 +327,11 @@ class Layout:
             tied={n: first for n, first in tied.items() if first in trained},
         )
 
-    @property
+    @functools.cached_property
     def buffers(self) -> tuple[str, ...]:
         """Names of everything that isn't trained: statistics, counters, frozen weights."""
-        return tuple(n for n in self.arrays if n not in set(self.trainable) and n not in self.tied)
+        trained = {*self.trainable, *self.tied}
+        return tuple(n for n in self.arrays if n not in trained)
 
     def params_like(self) -> dict[str, torch.Tensor]:
         """The trainable parameters as tensors without data, for checks of shape and dtype."""
@@ -420,8 +421,9 @@ class Payload:
 
     def check(self, params: Params) -> None:
         """Check every field: one finite tensor per parameter, of its shape, in :func:`state_dtype`."""
-        like = {n: torch.empty_like(p, dtype=state_dtype(p), device="meta") for n, p in params.items()}
-        for name in self.names():
+        names = self.names()
+        like = {n: p if p.dtype == state_dtype(p) else p.to(state_dtype(p)) for n, p in params.items()} if names else {}
+        for name in names:
             check_like(getattr(self, name), like, kebab(name), owner="the global model", finite=True)
 
 

@@ -10,16 +10,19 @@ two passes over the deltas (products, then combination) and no matrix of size m 
 Source: CRAFT (closed form with reference direction); ConFIG (r = 0).
 """
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
 SingleClient = Literal["formula", "raw"]
 
+_BLOCK_NUMBERS = 1 << 20
+"""Numbers of the deltas that are copied at one time; they should stay in the cache."""
 BLOCK_COLUMNS = 1 << 15
-"""Columns of the deltas that are in float64 at one time."""
+"""Most columns of the deltas that are copied at one time."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,8 @@ class Solution:
         rank: Rank that was used.
         norm: ``|g|``.
         cut: Positions of clients (of all m) whose directions ``max_norm`` cut off; empty when it didn't act.
+        sensitivity: Bound of the relative change of g per relative change of A's entries where nothing was cut;
+            infinite elsewhere.
     """
 
     deltas: torch.Tensor
@@ -58,6 +63,7 @@ class Solution:
     rank: int
     norm: float
     cut: tuple[int, ...] = ()
+    sensitivity: float = math.inf
 
     @property
     def min_inner(self) -> float:
@@ -69,18 +75,18 @@ def products(blocks: Iterable[tuple[torch.Tensor, torch.Tensor | None]], num_cli
     """Accumulate inner products over column blocks.
 
     Args:
-        blocks: Pairs (deltas of shape (m, c), previous direction of shape (c,) or None), any floating dtype.
+        blocks: Pairs (deltas of shape (m, c), previous direction of shape (c,) or None), float32 or float64;
+            multiplied in their own dtype, added up in float64.
         num_clients: m.
     """
     deltas = torch.zeros(num_clients, num_clients, dtype=torch.float64)
     with_reference = torch.zeros(num_clients, dtype=torch.float64)
     squared = 0.0
     for block, reference in blocks:
-        d = block.to(torch.float64)
-        deltas.addmm_(d, d.T)
+        deltas += block @ block.T
         if reference is not None:
+            with_reference += block @ reference.to(block.dtype)
             r = reference.to(torch.float64)
-            with_reference.addmv_(d, r)
             squared += float(r @ r)
     return Products(deltas, with_reference, squared**0.5)
 
@@ -129,33 +135,46 @@ def solve(
     along = inner.reference[active] / (n * inner.reference_norm) if has_reference else torch.zeros_like(n)  # U r
     target = _rho(rho_all[active]) - along
 
-    values, vectors = torch.linalg.eigh(gram)
     # Below m eps an eigenvalue is the rounding of the Gram matrix, however small rtol is.
     floor = max(rtol**2, m * torch.finfo(torch.float64).eps)
+
+    def length(a: torch.Tensor) -> float:
+        # |g|^2 = |r|^2 + 2 a.(U r) + a.A a
+        return float((float(has_reference) + 2.0 * (a @ along) + a @ gram @ a).clamp(min=0.0).sqrt())
+
+    def solution(a: torch.Tensor, rank: int, norm: float, **more: Any) -> Solution:
+        coefficients[active] = a / n
+        scale = 1.0 / inner.reference_norm if has_reference else 0.0
+        return Solution(coefficients, scale, active, along + gram @ a, rank, norm, **more)
+
+    longest = max_norm * (1.0 + 1e-9)  # a single unit vector has length 1 give or take a rounding
+    factor, broken = torch.linalg.cholesky_ex(gram)
+    if not int(broken):
+        inverse = torch.cholesky_inverse(factor)
+        size = float(inverse.norm())
+        # 1 / |A^-1|_F bounds the smallest eigenvalue from below, |A|_F the largest from above: nothing is to be cut.
+        if size * floor * float(gram.norm()) < 1.0:
+            a = torch.cholesky_solve(target[:, None], factor)[:, 0]
+            norm = length(a)
+            if norm <= longest:
+                return solution(a, m, norm, sensitivity=size * math.sqrt(m))
+
+    values, vectors = torch.linalg.eigh(gram)
     first = int((values <= floor * values[-1]).sum())
     projected = vectors.T @ target
-    # |g|^2 = |r|^2 + 2 a.(U r) + a.A a with a in the kept eigenvectors: drop the smallest until it fits.
+    # Drop the eigenvectors of the smallest until it fits.
     cut: tuple[int, ...] = ()
     for kept in range(first, m + 1):
         a = vectors[:, kept:] @ (projected[kept:] / values[kept:])
-        norm = float((float(has_reference) + 2.0 * (a @ along) + a @ gram @ a).clamp(min=0.0).sqrt())
-        if norm <= max_norm * (1.0 + 1e-9):  # a single unit vector has length 1 give or take a rounding
+        norm = length(a)
+        if norm <= longest:
             if kept > first:
                 # The clients that dominate the dropped directions are the near-duplicates to name.
                 share = vectors[:, first:kept].abs().amax(dim=1)
                 positions = torch.nonzero(active).flatten()
                 cut = tuple(positions[share > 0.5 * share.max()].tolist())
             break
-    coefficients[active] = a / n
-    return Solution(
-        deltas=coefficients,
-        reference=1.0 / inner.reference_norm if has_reference else 0.0,
-        active=active,
-        inner=along + gram @ a,
-        rank=m - kept,
-        norm=norm,
-        cut=cut,
-    )
+    return solution(a, m - kept, norm, cut=cut)
 
 
 def _rho(weights: torch.Tensor) -> torch.Tensor:
@@ -200,8 +219,8 @@ def craft_direction(
         raise ValueError(f"expected a reference of shape {list(deltas.shape[1:])}, but got {list(reference.shape)}")
 
     def blocks() -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
-        for columns in column_blocks(deltas.shape[1]):
-            yield deltas[:, columns], None if reference is None else reference[columns]
+        for columns in column_blocks(deltas.shape[1], len(deltas)):
+            yield deltas[:, columns].to(torch.float64), None if reference is None else reference[columns]
 
     solution = solve(
         products(blocks(), len(deltas)),
@@ -212,19 +231,24 @@ def craft_direction(
         single_client=single_client,
     )
     direction = torch.empty(deltas.shape[1], dtype=torch.float64)
-    for columns, (block, previous) in zip(column_blocks(deltas.shape[1]), blocks(), strict=True):
-        direction[columns] = combine(solution, block, previous)
+    for columns, (block, previous) in zip(column_blocks(deltas.shape[1], len(deltas)), blocks(), strict=True):
+        direction[columns] = combine(solution, solution.deltas @ block, previous)
     return direction.to(deltas.dtype)
 
 
-def combine(solution: Solution, block: torch.Tensor, reference: torch.Tensor | None) -> torch.Tensor:
-    """Return the direction's columns of one block, shape (c,), float64."""
-    direction = solution.deltas @ block.to(torch.float64)
+def combine(solution: Solution, moved: torch.Tensor, reference: torch.Tensor | None) -> torch.Tensor:
+    """Return the direction's columns of one block, shape (c,), float64, from the deltas' combination there."""
     if reference is not None and solution.reference:
-        direction += solution.reference * reference.to(torch.float64)
-    return direction
+        moved += solution.reference * reference.to(torch.float64)
+    return moved
 
 
-def column_blocks(width: int) -> list[slice]:
-    """Cut ``width`` columns into blocks of at most :data:`BLOCK_COLUMNS`."""
-    return [slice(start, min(start + BLOCK_COLUMNS, width)) for start in range(0, width, BLOCK_COLUMNS)]
+def block_columns(rows: int) -> int:
+    """How many columns of so many rows are worked on at a time."""
+    return min(max(_BLOCK_NUMBERS // max(rows, 1), 1024), BLOCK_COLUMNS)
+
+
+def column_blocks(width: int, rows: int) -> list[slice]:
+    """Cut ``width`` columns into blocks of at most :func:`block_columns`."""
+    size = block_columns(rows)
+    return [slice(start, min(start + size, width)) for start in range(0, width, size)]

@@ -2,7 +2,7 @@
 
 Methods that project, normalise or weigh whole client updates only need the small Gram matrix of the rows. They work
 out one coefficient per row on it, in float64; the model-sized vectors are read twice, once for the products and once
-for the combination, one column block at a time.
+for the combination, one block of columns at a time. So the step needs O(d) beside the replies.
 """
 
 import math
@@ -11,11 +11,17 @@ from dataclasses import dataclass
 
 import torch
 
-from fedstrat.aggregation.conflict import column_blocks
+from fedstrat.aggregation.conflict import block_columns
 
 Tensors = Mapping[str, torch.Tensor]
+Piece = list[tuple[str, slice]]
+"""Neighbouring columns of the model as one vector: whole small parameters, or a part of a large one."""
 
 _ROUNDING = 4.0 * float(torch.finfo(torch.float32).eps)
+_SUMMED = 16
+"""Rows that are summed in float32 before their sum goes to float64."""
+EXACT_NUMBERS = 1 << 18
+"""With at most so many numbers float64 costs nothing worth saving."""
 
 
 @dataclass(frozen=True)
@@ -38,37 +44,106 @@ class Displacements:
     def gram(self, names: Sequence[str] | None = None) -> torch.Tensor:
         """Return the rows' inner products over some parameters (all by default), shape (rows, rows), float64."""
         products = torch.zeros(len(self), len(self), dtype=torch.float64)
-        for name in self.params if names is None else names:
-            for _, block in self.blocks(name):
-                products.addmm_(block, block.T)
+        for _, block in self.blocks(names):
+            products += block @ block.T
         return products
 
-    def combined(self, coefficients: torch.Tensor, names: Sequence[str] | None = None) -> dict[str, torch.Tensor]:
+    def combined(
+        self, coefficients: torch.Tensor, names: Sequence[str] | None = None, *, single: bool = False
+    ) -> dict[str, torch.Tensor]:
         """Return ``sum_i coefficients_i row_i`` over some parameters (all by default), float64.
 
         Args:
             coefficients: Shape (rows,), float64.
             names: The parameters.
+            single: Whether differences and sums over a few rows may be rounded to float32.
         """
-        result = {}
-        for name in self.params if names is None else names:
-            flat = torch.empty(self.params[name].numel(), dtype=torch.float64)
-            for columns, block in self.blocks(name):
-                flat[columns] = coefficients @ block
-            result[name] = flat.reshape(self.params[name].shape)
-        return result
+        chosen = self._names(names)
+        result = {name: torch.empty(self.params[name].numel(), dtype=torch.float64) for name in chosen}
+        for piece, block in self.blocks(chosen, single=single):
+            put(result, piece, combination(coefficients, block))
+        return {name: flat.reshape(self.params[name].shape) for name, flat in result.items()}
 
-    def blocks(self, name: str) -> Iterator[tuple[slice, torch.Tensor]]:
-        """Yield one parameter's columns and the rows there, shape (rows, columns), float64, a block at a time."""
-        x = self.params[name].reshape(-1)
-        ys = [client[name].reshape(-1) for client in self.clients]
-        old = [row[name].reshape(-1) for row in self.remembered]
-        for columns in column_blocks(x.numel()):
-            block = torch.stack([y[columns].to(torch.float64) for y in ys]) - x[columns].to(torch.float64)
-            yield (
-                columns,
-                torch.cat([block, torch.stack([d[columns].to(torch.float64) for d in old])]) if old else block,
-            )
+    def may_be_single(self, names: Sequence[str] | None = None) -> bool:
+        """Whether float32 pays and loses nothing of the numbers as they came: many of them, and none in float64."""
+        chosen = [self.params[name] for name in self._names(names)]
+        size = sum(p.numel() for p in chosen) * len(self)
+        return size > EXACT_NUMBERS and all(p.dtype != torch.float64 for p in chosen)
+
+    def blocks(
+        self, names: Sequence[str] | None = None, *, single: bool = False
+    ) -> Iterator[tuple[Piece, torch.Tensor]]:
+        """Yield columns and the rows there, shape (rows, columns); the next block takes the memory of the last.
+
+        Args:
+            names: The parameters; all by default.
+            single: Whether rows are rounded to float32, where :meth:`may_be_single`; float64 otherwise. A difference of
+                float32 numbers within a factor of two of each other is exact, any other is rounded once.
+        """
+        chosen = self._names(names)
+        dtype = torch.float32 if single and self.may_be_single(chosen) else torch.float64
+        room = min(block_columns(len(self)), sum(self.params[name].numel() for name in chosen))
+        memory, base = torch.empty(len(self) * room, dtype=dtype), torch.empty(room, dtype=dtype)
+        for piece, width in pieces(self.params, chosen, room):
+            block, x = memory[: len(self) * width].view(len(self), width), base[:width]
+            take(self.params, piece, x)
+            for row, tensors in zip(block, (*self.clients, *self.remembered), strict=True):
+                take(tensors, piece, row)
+            block[: len(self.clients)] -= x
+            yield piece, block
+
+    def _names(self, names: Sequence[str] | None) -> list[str]:
+        return list(self.params if names is None else names)
+
+
+def pieces(params: Tensors, names: Sequence[str], room: int) -> Iterator[tuple[Piece, int]]:
+    """Cut parameters into pieces of at most ``room`` columns: yields (piece, its columns)."""
+    piece: Piece = []
+    width = 0
+    for name in names:
+        size, start = params[name].numel(), 0
+        while start < size:
+            end = min(start + room - width, size)
+            piece.append((name, slice(start, end)))
+            width, start = width + end - start, end
+            if width == room:
+                yield piece, width
+                piece, width = [], 0
+    if piece:
+        yield piece, width
+
+
+def take(tensors: Tensors, piece: Piece, out: torch.Tensor) -> None:
+    """Copy a piece of some tensors into ``out``, shape (columns,)."""
+    parts = []
+    for name, columns in piece:
+        flat = tensors[name].reshape(-1)
+        parts.append(flat if columns.stop - columns.start == len(flat) else flat[columns])
+    if len(parts) > 1 and all(part.dtype == out.dtype for part in parts):
+        torch.cat(parts, out=out)
+    else:
+        out.copy_(torch.cat(parts) if len(parts) > 1 else parts[0])
+
+
+def put(flat: Mapping[str, torch.Tensor], piece: Piece, values: torch.Tensor) -> None:
+    """Write a piece's values, shape (columns,), to where they belong in flat tensors."""
+    start = 0
+    for name, columns in piece:
+        width = columns.stop - columns.start
+        flat[name][columns] = values[start : start + width]
+        start += width
+
+
+def combination(coefficients: torch.Tensor, block: torch.Tensor) -> torch.Tensor:
+    """Return ``coefficients @ B`` in float64; rows in float32 are summed a few at a time."""
+    if block.dtype == torch.float64:
+        return coefficients @ block
+    factors = coefficients.to(block.dtype)
+    total = torch.zeros(block.shape[1], dtype=torch.float64)
+    for first in range(0, len(block), _SUMMED):
+        rows = slice(first, first + _SUMMED)
+        total += factors[rows] @ block[rows]
+    return total
 
 
 def rounding_of(params: Tensors, names: Sequence[str] | None = None) -> float:

@@ -1,8 +1,13 @@
-"""Weighted means of client displacements, accumulated in float64."""
+"""Weighted means of client displacements, accumulated in float64.
+
+Of large models float32 numbers are subtracted and summed over a few clients in float32, the rest in float64.
+"""
 
 from collections.abc import Mapping, Sequence
 
 import torch
+
+from fedstrat.aggregation.gram import Displacements
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -26,8 +31,8 @@ def mean_delta(x: torch.Tensor, ys: Sequence[torch.Tensor], weights: Sequence[fl
 
 
 def mean_deltas(params: Tensors, clients: Sequence[Tensors], weights: Sequence[float]) -> dict[str, torch.Tensor]:
-    """:func:`mean_delta` for every named tensor."""
-    return {name: mean_delta(x, [client[name] for client in clients], weights) for name, x in params.items()}
+    """Return ``sum_i w_i (y_i - x)`` for every named tensor, in float64; clients that didn't move contribute zero."""
+    return Displacements(params, clients).combined(torch.tensor(weights, dtype=torch.float64), single=True)
 
 
 def weighted_sum(terms: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.Tensor:

@@ -1,5 +1,6 @@
 """CRAFT's closed form against its identities and against NumPy's pseudo-inverse, and the strategy around it."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import nn
 
 from fedstrat import CRAFT, ConFIG, LocalSession
 from fedstrat.aggregation.conflict import Solution, craft_direction, products, solve
+from fedstrat.aggregation.groups import group_direction
 from fedstrat.errors import ConfigError
 from fedstrat.models import layer_groups
 from fedstrat.payloads import decode
@@ -413,3 +415,26 @@ def test_a_capped_group_is_logged_with_its_near_duplicate_clients(caplog: pytest
     assert run.reports[0].diagnostics["capped-groups"] == 1
     assert run.reports[0].diagnostics["min-rank-share"] == 4 / 5
     assert "near-duplicate clients: 1, 3" in caplog.text
+
+
+@pytest.mark.parametrize(("noise", "tolerance"), [(1.0, 2e-6), (1e-3, 1e-7)])
+def test_large_groups_are_solved_in_float32_and_near_duplicates_again_in_float64(noise, tolerance):
+    generator = torch.Generator().manual_seed(0)
+    x = {"w": torch.randn(40_000, generator=generator), "b": torch.randn(7, generator=generator)}
+
+    def shifted() -> dict[str, torch.Tensor]:
+        return {n: p + 0.01 * (p.flip(0) + noise * torch.randn(p.shape, generator=generator)) for n, p in x.items()}
+
+    clients, previous = [shifted() for _ in range(8)], shifted()
+    weights = torch.linspace(1.0, 2.0, 8, dtype=torch.float64)
+    guards = {"min_norm": 0.0, "rtol": 1e-5, "max_norm": 1e6, "single_client": "formula"}
+    closed_form = functools.partial(solve, weights=weights, **guards)
+    solution, direction = group_direction(x, clients, ("w", "b"), previous, closed_form)
+    deltas = torch.stack([torch.cat([y[n].double() - x[n].double() for n in x]) for y in clients])
+    U, r = deltas / deltas.norm(dim=1, keepdim=True), torch.cat([previous[n].double() for n in x])
+    r = r / r.norm()
+    expected = r + torch.linalg.pinv(U) @ (weights / weights.sum() - U @ r)
+    found = torch.cat([direction["w"], direction["b"]])
+    assert float((found - expected).norm() / expected.norm()) < tolerance
+    assert solution.rank == 8
+    assert np.isfinite(solution.sensitivity)

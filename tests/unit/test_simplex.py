@@ -100,3 +100,24 @@ def test_products_and_combinations_of_displacements(monkeypatch: pytest.MonkeyPa
         assert {n: tuple(t.shape) for n, t in combined.items()} == {n: shapes[n] for n in names}
         np.testing.assert_allclose(flat(combined, names), c.numpy() @ D, atol=1e-12)
     assert torch.equal(rows.gram(), rows.gram(tuple(shapes)))
+
+
+def test_large_rows_may_be_rounded_to_float32_and_only_where_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fedstrat.aggregation.gram.EXACT_NUMBERS", 10)
+    monkeypatch.setattr("fedstrat.aggregation.conflict.BLOCK_COLUMNS", 7)
+    rng = np.random.default_rng(0)
+    shapes = {"a": (3, 4), "b": (2,), "c": (9,)}
+    x = {n: torch.tensor(rng.normal(size=s), dtype=torch.float32) for n, s in shapes.items()}
+    ys = [{n: p + 0.1 * torch.tensor(rng.normal(size=p.shape), dtype=torch.float32) for n, p in x.items()}] * 40
+    rows = Displacements(x, ys)
+    c = torch.tensor(rng.normal(size=40))
+    exact = {n: float(c.sum()) * (ys[0][n].double() - p.double()) for n, p in x.items()}
+    for single, tolerance in ((False, 1e-13), (True, 1e-5)):
+        combined = rows.combined(c, single=single)
+        for n, t in combined.items():
+            assert t.dtype == torch.float64
+            np.testing.assert_allclose(t.numpy(), exact[n].numpy(), rtol=tolerance, atol=tolerance)
+    assert {block.dtype for _, block in rows.blocks(single=True)} == {torch.float32}
+    # Numbers that came in float64 are never rounded.
+    double = Displacements({n: p.double() for n, p in x.items()}, [{n: p.double() for n, p in y.items()} for y in ys])
+    assert {block.dtype for _, block in double.blocks(single=True)} == {torch.float64}
