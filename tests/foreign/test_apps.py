@@ -150,6 +150,7 @@ WITH_SESSION: dict[str, list[Edit]] = {
     "fednova": [],
     "fedacg": [],
     "fedcspack": [],
+    "fedspu": [],
     **dict.fromkeys(("fedsam", "mofedsam", "fedvssam", "fedgamma", "fedsmoo"), CLOSURE),
     **dict.fromkeys(("qfedavg", "afl", "fedfv", "fedlf"), LOSS_BEFORE),
     **dict.fromkeys(("moon", "fedntd"), OWN_OBJECTIVE),
