@@ -18,8 +18,8 @@ from fedstrat.runs.keys import algorithms
 from fedstrat.runs.overrides import Scalar
 
 _ELSEWHERE = frozenset({
-    "results-dir", "state-dir", "resume", "checkpoint-every", "round-timeout", "connect-timeout", "dataset.dir",
-    "train.device", "train.threads",
+    "results-dir", "state-dir", "resume", "checkpoint-every", "round-timeout", "connect-timeout", "diagnostics",
+    "tensorboard", "wandb-project", "dataset.dir", "train.device", "train.threads",
 })  # fmt: skip
 """Keys that say where and how a run is made, not what it computes."""
 
