@@ -40,6 +40,8 @@ def requests(draw):
     if scheme in PARTITIONS or scheme == "fedspu":
         chosen["min_size"] = 0
         chosen["test_fraction"] = draw(st.sampled_from([0.0, 0.2, 0.5]))
+    if scheme == "fedcspack":
+        chosen["alpha"] = 100.0  # so that some draw leaves nobody with too little
     if scheme == "natural":
         chosen["groups"] = np.arange(len(labels)) % 20
     if draw(st.booleans()):
