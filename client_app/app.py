@@ -14,21 +14,21 @@ app = ClientApp()
 def train(msg: Message, context: Context) -> Message:
     """Train the received model on this client's training data."""
     from fedstrat.data.loaders import client_data  # noqa: PLC0415
-    from fedstrat.runs.model import initial_model  # noqa: PLC0415
+    from fedstrat.runs.model import client_model  # noqa: PLC0415
 
     data = client_data(context.run_config, context.node_config, seed=_seed(msg, context))
-    model = initial_model(context.run_config, context.node_config)
-    return fedstrat.train(msg, context, model, data.train, test_data=data.test)
+    model = client_model(context.run_config, context.node_config)
+    return fedstrat.train(msg, context, model, data.train, test_data=lambda: data.test)
 
 
 @app.evaluate()
 def evaluate(msg: Message, context: Context) -> Message:
     """Evaluate the received model on this client's test data, or on the part that the message names."""
     from fedstrat.data.loaders import client_data, elsewhere  # noqa: PLC0415
-    from fedstrat.runs.model import build_model  # noqa: PLC0415
+    from fedstrat.runs.model import client_model  # noqa: PLC0415
 
     data = client_data(context.run_config, context.node_config, seed=0)
-    model = build_model(context.run_config, context.node_config)
+    model = client_model(context.run_config, context.node_config)
     part = data.validation if msg.content["config"].get("part") == "validation" else data.test
     return fedstrat.evaluate(
         msg, context, model, part, elsewhere=lambda: elsewhere(context.run_config, context.node_config)

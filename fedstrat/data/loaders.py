@@ -1,5 +1,6 @@
 """Batches of tensors, and those of one client: ``client_data(run_config, node_config, seed=...)``."""
 
+import functools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -8,7 +9,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from fedstrat.data.clients import assign, others, setting
+from fedstrat.data.clients import Assignment, assign, others, setting
 from fedstrat.data.partition import Indices
 from fedstrat.data.sources import Source
 from fedstrat.errors import ConfigError, DataError
@@ -122,11 +123,34 @@ class CropAndFlip:
 
 @dataclass(frozen=True)
 class ClientData:
-    """One client's examples."""
+    """One client's examples; each part is copied out of the data set when it is first asked for."""
 
-    train: Batches
-    test: Batches
-    validation: Batches
+    assignment: Assignment
+    batch_size: int
+    seed: int
+
+    @functools.cached_property
+    def train(self) -> Batches:
+        """Shuffled training batches, augmented where the data set is."""
+        source = self.assignment.source
+        black = tuple(-mean / std for mean, std in zip(source.mean, source.std, strict=True))
+        return Batches(
+            *_tensors(source, self.assignment.train),
+            self.batch_size,
+            shuffle=True,
+            generator=torch.Generator().manual_seed(derive(self.seed, "batches")),
+            augment=CropAndFlip(black) if source.augmented else None,
+        )
+
+    @functools.cached_property
+    def test(self) -> Batches:
+        """Plain test batches."""
+        return Batches(*_tensors(self.assignment.source, self.assignment.test), EVALUATION_BATCH, shuffle=False)
+
+    @functools.cached_property
+    def validation(self) -> Batches:
+        """Plain validation batches."""
+        return Batches(*_tensors(self.assignment.source, self.assignment.validation), EVALUATION_BATCH, shuffle=False)
 
 
 def client_data(run_config: Mapping[str, object], node_config: Mapping[str, object], *, seed: int) -> ClientData:
@@ -145,21 +169,7 @@ def client_data(run_config: Mapping[str, object], node_config: Mapping[str, obje
         ConfigError: A key of the run config is missing or has another type.
         DataError: As :func:`fedstrat.data.clients.assign`.
     """
-    own = assign(run_config, node_config)
-    x, y = _tensors(own.source, own.train)
-    black = tuple(-mean / std for mean, std in zip(own.source.mean, own.source.std, strict=True))
-    train = Batches(
-        x,
-        y,
-        setting(run_config, "train.batch-size", int),
-        shuffle=True,
-        generator=torch.Generator().manual_seed(derive(seed, "batches")),
-        augment=CropAndFlip(black) if own.source.augmented else None,
-    )
-    test, validation = (
-        Batches(*_tensors(own.source, part), EVALUATION_BATCH, shuffle=False) for part in (own.test, own.validation)
-    )
-    return ClientData(train, test, validation)
+    return ClientData(assign(run_config, node_config), setting(run_config, "train.batch-size", int), seed)
 
 
 def elsewhere(run_config: Mapping[str, object], node_config: Mapping[str, object]) -> Batches | None:

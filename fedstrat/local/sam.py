@@ -39,8 +39,7 @@ def perturbed_gradient(
     scale = ascent_scale(directions, rho)
     with torch.no_grad():
         saved = [w.detach().clone() for w in weights]
-        for weight, d in zip(weights, directions, strict=True):
-            weight.add_((d * scale.to(d.dtype)).to(weight.dtype))
+        torch._foreach_add_(weights, torch._foreach_mul(directions, scale))  # noqa: SLF001
     try:
         again()
     finally:

@@ -1,12 +1,13 @@
 """The model that a run config asks for, the same on the server and on every client."""
 
+import threading
 from collections.abc import Mapping
 
 import torch
 
 from fedstrat.data.clients import describe, setting, vocab_size
 from fedstrat.errors import DataError
-from fedstrat.models import build
+from fedstrat.models import MODELS, build
 from fedstrat.models.custom import build_custom
 from fedstrat.seeding import derive
 
@@ -37,7 +38,7 @@ def build_model(run_config: Mapping[str, object], node_config: Mapping[str, obje
         DataError: The shapes aren't known here, and the model isn't a factory that can do without them.
     """
     name = setting(run_config, "model.name", str)
-    hidden = [int(width) for width in str(run_config.get("model.hidden", "")).split(",") if width.strip()]
+    hidden = _widths(str(run_config.get("model.hidden", "")))
     try:
         input_shape, num_classes = describe(run_config, node_config)
     except DataError:
@@ -47,3 +48,36 @@ def build_model(run_config: Mapping[str, object], node_config: Mapping[str, obje
     return build(
         name, input_shape=input_shape, num_classes=num_classes, hidden=hidden, vocab_size=vocab_size(run_config)
     )
+
+
+def client_model(run_config: Mapping[str, object], node_config: Mapping[str, object]) -> torch.nn.Module:
+    """As :func:`initial_model`, for a client call: a built-in model is built once per thread, then set back to x_0.
+
+    All that the built-in models hold is in their ``state_dict``, so every call finds them as good as new. One's own
+    models are built anew, since they may hold more.
+    """
+    name = setting(run_config, "model.name", str)
+    if name not in MODELS:
+        return initial_model(run_config, node_config)
+    shapes, num_classes = describe(run_config, node_config)
+    hidden, seed = str(run_config.get("model.hidden", "")), setting(run_config, "seed", int)
+    key = (threading.get_ident(), name, hidden, shapes, num_classes, vocab_size(run_config), seed)
+    kept = _kept.get(key)
+    if kept is None:
+        model = initial_model(run_config, node_config)
+        kept = model, {n: t.detach().clone() for n, t in model.state_dict().items()}
+        _kept.clear()
+        _kept[key] = kept
+    model, initial = kept
+    model.load_state_dict(initial)
+    for parameter in model.parameters():
+        parameter.grad = None
+    return model
+
+
+_kept: dict[tuple[object, ...], tuple[torch.nn.Module, dict[str, torch.Tensor]]] = {}
+"""The last model of this process: two clients at once must not share one, so its thread is part of the key."""
+
+
+def _widths(hidden: str) -> list[int]:
+    return [int(width) for width in hidden.split(",") if width.strip()]

@@ -144,8 +144,8 @@ class ScaffoldRule(LocalRule[ScaffoldBroadcast, ScaffoldUpdate]):
 
     @override
     def correct_gradients(self) -> None:
-        for name, _, grad in self.trainable:
-            grad.add_(self.correction[name])
+        if live := self.trainable:
+            torch._foreach_add_([grad for _, _, grad in live], [self.correction[name] for name, _, _ in live])
 
     @override
     def finish(self) -> tuple[ScaffoldUpdate, Tensors]:

@@ -155,8 +155,8 @@ MUTATIONS = [
     Mutation(
         "SAM: the perturbation goes downhill",
         "fedstrat/local/sam.py",
-        "weight.add_((d * scale.to(d.dtype)).to(weight.dtype))",
-        "weight.sub_((d * scale.to(d.dtype)).to(weight.dtype))",
+        "torch._foreach_add_(weights, torch._foreach_mul(directions, scale))",
+        "torch._foreach_sub_(weights, torch._foreach_mul(directions, scale))",
         REFERENCE,
         "FedSAM and rho and float64",
     ),
