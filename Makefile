@@ -1,6 +1,7 @@
 # make demo    CRAFT on the digits data: 50 clients, Dirichlet(0.1), simulated on this machine
 # make test    the whole test suite but what takes minutes; make test-slow runs that
 # make test-flwr VERSION=1.42.0   the tests on another Flower (TESTS=… for some of them)
+# make bench   CPU times as ratios against Flower's own and naive code; BENCH=--quick for a short one
 # make check   lint, format, types, layers
 # make clean   removes what these made, but not results/
 #
@@ -13,7 +14,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 INSTALLED := $(VENV)/.installed
 INSTALLED_DEV := $(VENV)/.installed-dev
 
-.PHONY: demo test test-slow test-flwr check clean
+.PHONY: demo test test-slow test-flwr bench check clean
 .DELETE_ON_ERROR:
 
 demo: $(INSTALLED)
@@ -39,6 +40,9 @@ $(OTHER_INSTALLED): $(INSTALLED_DEV)
 	$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
 	  > "$$($(OTHER)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/zz-shared.pth"
 	@touch $@
+
+bench: $(INSTALLED)
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.performance $(BENCH)
 
 check: $(INSTALLED_DEV)
 	$(BIN)/ruff check .

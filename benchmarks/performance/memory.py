@@ -1,0 +1,57 @@
+"""Peak memory of one server step beside the replies, in a process of its own: ``python -m …memory craft 10``."""
+
+import resource
+import sys
+from collections.abc import Iterator
+
+from benchmarks.performance.problems import exchange_of, parameters, quiet, trained
+from benchmarks.performance.timing import Row, apart
+
+
+def peak_mb() -> float:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024.0
+
+
+def step(which: str, m: int) -> float:
+    """Megabytes that a step on ResNet-18 adds to the peak."""
+    from flwr.serverapp.strategy import FedAvg as FlowerFedAvg  # noqa: PLC0415
+
+    import fedstrat  # noqa: PLC0415
+    from benchmarks.performance.server import craft, naive_craft  # noqa: PLC0415
+
+    x = parameters("resnet18")
+    ys = trained(x, m)
+    if which in ("craft", "naive"):
+        previous = trained(x, 1)[0]
+        before = peak_mb()
+        (craft if which == "craft" else naive_craft)(x, ys, previous)
+        return peak_mb() - before
+    model, sent, replies = exchange_of(x, ys)
+    del ys
+    before = peak_mb()
+    if which == "fedavg":
+        strategy = fedstrat.FedAvg()
+        strategy._adopt(model)
+        strategy._sent = sent
+        strategy.aggregate_train(1, replies)
+    else:
+        flower = FlowerFedAvg()
+        flower.current_arrays = model
+        flower.aggregate_train(1, replies)
+    return peak_mb() - before
+
+
+def memory(*, quick: bool) -> Iterator[Row]:
+    m = 10
+    pairs = [("fedavg", "flower", "FedAvg aggregate_train", "Flower's own")]
+    if not quick:
+        pairs.append(("craft", "naive", "CRAFT directions", "pinv per layer"))
+    for ours, theirs, name, against in pairs:
+        took = [max(float(apart(__spec__.name, side, str(m))), 1.0) for side in (ours, theirs)]
+        replies = m * 44.7
+        yield Row(f"memory beside {replies:.0f} MB of replies: {name}, resnet18, m = {m}", *took, against, unit="MB")
+
+
+if __name__ == "__main__":
+    quiet()
+    print(f"{step(sys.argv[1], int(sys.argv[2])):.1f}")

@@ -1,0 +1,62 @@
+"""Two sides, timed in turns: their ratio holds on a busy machine too."""
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table.
+
+    Attributes:
+        name: What was measured.
+        ours: CPU milliseconds, or megabytes.
+        theirs: The same of the side that it is compared with.
+        against: What that side is.
+        goal: Smallest ``theirs / ours`` that was aimed at; None where nothing was.
+        unit: "ms" or "MB".
+    """
+
+    name: str
+    ours: float
+    theirs: float
+    against: str
+    goal: float | None = None
+    unit: str = "ms"
+
+    @property
+    def ratio(self) -> float:
+        return self.theirs / self.ours
+
+
+def cpu_ms(work: Callable[[], Any]) -> float:
+    begun = time.process_time()
+    work()
+    return (time.process_time() - begun) * 1e3
+
+
+def alternate(
+    ours: Callable[[], Any], theirs: Callable[[], Any], repeats: int, *, warm: bool = True
+) -> tuple[float, float]:
+    """Return the CPU milliseconds of two sides, each the best of ``repeats``, run in turns after one warm-up."""
+    if warm:
+        ours()
+        theirs()
+    pairs = [(cpu_ms(ours), cpu_ms(theirs)) for _ in range(repeats)]
+    return min(a for a, _ in pairs), min(b for _, b in pairs)
+
+
+def apart(module: str, *arguments: str) -> str:
+    """Run a module of this suite in a process of its own and return what it prints last."""
+    command = [sys.executable, "-m", module, *arguments]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr[-2000:]}")
+    return done.stdout.strip().splitlines()[-1]
