@@ -38,7 +38,8 @@ def train(
     Args:
         msg: The training message of a fedstrat Strategy.
         context: The ClientApp's context; its run config may hold ``train.momentum``, ``train.weight-decay``,
-            ``train.clip-norm``, ``train.lr-schedule``, ``train.lr-decay``, ``train.device`` and ``train.threads``.
+            ``train.clip-norm``, ``train.lr-schedule``, ``train.lr-decay``, ``train.device``, ``train.threads``,
+            ``train.amp`` and ``train.channels-last``.
         model: The model.
         loader: Yields batches (x, y); re-iterable. ``loader.num_examples`` or ``len(loader.dataset)`` is n_i.
         loss_fn: Mean loss of a batch; cross-entropy by default.
@@ -96,6 +97,7 @@ def train(
             epochs=0 if session.rule.done else passes,
             stop=lambda: session.should_stop(loader, loss_fn),
             batch_hook=batch_hook,
+            amp=run.get("train.amp", "off") == "bf16",
         )
         return session.reply(num_examples, {} if loss is None else {"train-loss": loss})
 
@@ -197,10 +199,14 @@ def _cross_entropy() -> "LossFunction":
 
 
 def _to_device(model: "torch.nn.Module", run: Mapping[str, Any]) -> None:
+    import torch  # noqa: PLC0415
+
     from fedstrat.local.device import choose_device  # noqa: PLC0415
 
     if "train.device" in run:
         model.to(choose_device(str(run["train.device"])))
+    if run.get("train.channels-last", False):
+        model.to(memory_format=torch.channels_last)
 
 
 def _threads(run: Mapping[str, Any]) -> int | None:

@@ -23,6 +23,7 @@ def train_epochs(
     epochs: int,
     stop: Callable[[], bool],
     batch_hook: BatchHook | None = None,
+    amp: bool = False,
 ) -> float | None:
     """Run local epochs under a rule.
 
@@ -35,11 +36,13 @@ def train_epochs(
         epochs: Largest number of passes over the loader.
         stop: Asked at the end of every epoch.
         batch_hook: Sees every batch before it is used; what it returns (if not None) takes its place.
+        amp: Whether the objective is evaluated under bfloat16 autocast; weights and gradients keep their dtype.
 
     Returns:
         Mean training loss over the examples of the last epoch; None if there was none.
     """
     device = device_of(model)
+    objective = torch.autocast(device.type, dtype=torch.bfloat16)(rule.loss) if amp else rule.loss
     mean_loss = None
     for _ in range(epochs):
         model.train()
@@ -47,7 +50,7 @@ def train_epochs(
         for batch in loader:
             replaced = None if batch_hook is None else batch_hook(batch)
             x, y = (part.to(device) for part in (batch if replaced is None else replaced))
-            loss = optimizer.step(functools.partial(rule.loss, model, x, y, loss_fn))
+            loss = optimizer.step(functools.partial(objective, model, x, y, loss_fn))
             total += loss.detach() * len(y)
             seen += len(y)
         if seen:

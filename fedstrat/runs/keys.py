@@ -145,6 +145,12 @@ class TrainKeys(Table):
         description="auto, cpu, cuda, cuda:N or mps; auto takes CUDA where there is one",
     )
     threads: int = Field(default=1, ge=1, description="CPU threads of one client call")
+    amp: Literal["off", "bf16"] = Field(
+        default="off", description="bf16: local steps evaluate the model under bfloat16 autocast"
+    )
+    channels_last: bool = Field(
+        default=False, description="convolutions' weights lie channels-last in memory, which suits GPUs"
+    )
     straggler_share: float = Field(
         default=0.0, ge=0.0, le=1.0, description="share of a cohort that trains for fewer epochs"
     )

@@ -247,6 +247,34 @@ def test_every_loader_gives_the_same_and_small_clients_survive(strategy: Any, co
     assert all(torch.equal(end[n], ends[0][n]) for end in ends[1:] for n in ends[0])
 
 
+@pytest.mark.parametrize("algorithm", ["FedAvg", "FedSAM"])
+@pytest.mark.parametrize("options", [{"train.amp": "bf16"}, {"train.channels-last": True}])
+def test_reduced_precision_and_memory_format_change_the_result_by_rounding_alone(algorithm, options):
+    generator = torch.Generator().manual_seed(0)
+    batches = [(torch.randn(8, 3, 6, 6, generator=generator), torch.arange(8) % 4) for _ in range(3)]
+    dtypes = []
+
+    def net() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(128, 4))
+
+    def loss_fn(outputs: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        dtypes.append(outputs.dtype)
+        return nn.functional.cross_entropy(outputs, y)
+
+    def moved(run: dict[str, object]) -> dict[str, torch.Tensor]:
+        asked = Asked(getattr(fedstrat, algorithm)(), net())
+        asked.context.run_config = {"train.device": "cpu", **run}
+        fedstrat.train(asked.message(), asked.context, model := net(), batches, loss_fn=loss_fn, lr=0.1, epochs=1)
+        return {n: t.detach() - net().state_dict()[n] for n, t in model.state_dict().items()}
+
+    plain, changed = moved({}), moved(options)
+    assert (torch.bfloat16 in dtypes) == ("train.amp" in options)
+    for name, step in plain.items():
+        assert changed[name].dtype == torch.float32
+        assert 0 < float((changed[name] - step).norm()) + 1e-12 < 0.05 * float(step.norm())
+
+
 def test_the_training_loss_is_the_mean_over_examples_of_the_last_epoch():
     # Batches of 2 and 1 examples with losses 1 and 4: (2 * 1 + 1 * 4) / 3
     losses = iter([9.0, 9.0, 1.0, 4.0])
