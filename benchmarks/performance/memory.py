@@ -1,15 +1,26 @@
 """Peak memory of one server step beside the replies, in a process of its own: ``python -m …memory craft 10``."""
 
-import resource
+import ctypes
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 from benchmarks.performance.problems import exchange_of, parameters, quiet, trained
 from benchmarks.performance.timing import Row, apart
 
 
-def peak_mb() -> float:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024.0
+def added_mb(work: Callable[[], object]) -> float:
+    """Megabytes by which ``work`` raises this process's memory at its peak (Linux)."""
+    ctypes.CDLL(None).malloc_trim(0)  # what was freed before must not serve again
+    Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")  # the peak begins anew
+    before = memory_mb("VmRSS")
+    work()
+    return memory_mb("VmHWM") - before
+
+
+def memory_mb(entry: str) -> float:
+    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(entry)) / 1024.0
 
 
 def step(which: str, m: int) -> float:
@@ -23,22 +34,16 @@ def step(which: str, m: int) -> float:
     ys = trained(x, m)
     if which in ("craft", "naive"):
         previous = trained(x, 1)[0]
-        before = peak_mb()
-        (craft if which == "craft" else naive_craft)(x, ys, previous)
-        return peak_mb() - before
+        return added_mb(lambda: (craft if which == "craft" else naive_craft)(x, ys, previous))
     model, sent, replies = exchange_of(x, ys)
-    del ys
-    before = peak_mb()
     if which == "fedavg":
         strategy = fedstrat.FedAvg()
         strategy._adopt(model)
         strategy._sent = sent
-        strategy.aggregate_train(1, replies)
-    else:
-        flower = FlowerFedAvg()
-        flower.current_arrays = model
-        flower.aggregate_train(1, replies)
-    return peak_mb() - before
+        return added_mb(lambda: strategy.aggregate_train(1, replies))
+    flower = FlowerFedAvg()
+    flower.current_arrays = model
+    return added_mb(lambda: flower.aggregate_train(1, replies))
 
 
 def memory(*, quick: bool) -> Iterator[Row]:

@@ -248,8 +248,10 @@ def test_every_loader_gives_the_same_and_small_clients_survive(strategy: Any, co
 
 
 @pytest.mark.parametrize("algorithm", ["FedAvg", "FedSAM"])
-@pytest.mark.parametrize("options", [{"train.amp": "bf16"}, {"train.channels-last": True}])
-def test_reduced_precision_and_memory_format_change_the_result_by_rounding_alone(algorithm, options):
+@pytest.mark.parametrize(
+    ("options", "rounding"), [({"train.amp": "bf16"}, 0.25), ({"train.channels-last": True}, 1e-4)]
+)
+def test_reduced_precision_and_memory_format_change_the_result_by_rounding_alone(algorithm, options, rounding):
     generator = torch.Generator().manual_seed(0)
     batches = [(torch.randn(8, 3, 6, 6, generator=generator), torch.arange(8) % 4) for _ in range(3)]
     dtypes = []
@@ -272,7 +274,7 @@ def test_reduced_precision_and_memory_format_change_the_result_by_rounding_alone
     assert (torch.bfloat16 in dtypes) == ("train.amp" in options)
     for name, step in plain.items():
         assert changed[name].dtype == torch.float32
-        assert 0 < float((changed[name] - step).norm()) + 1e-12 < 0.05 * float(step.norm())
+        assert float((changed[name] - step).norm()) < rounding * float(step.norm())
 
 
 def test_the_training_loss_is_the_mean_over_examples_of_the_last_epoch():
