@@ -17,7 +17,7 @@ from fedstrat.metrics.rounds import RoundReport
 from fedstrat.models import trainable_names
 from fedstrat.runs import config
 from fedstrat.runs.history import RunFolder, load
-from fedstrat.runs.model import build_model
+from fedstrat.runs.model import build_model, initial_model
 from fedstrat.runs.progress import round_line
 from fedstrat.simulation import InProcessGrid
 
@@ -37,8 +37,7 @@ def run(
     checked = config.parse(
         {**SETTING, **{name.replace("__", ".").replace("_", "-"): v for name, v in settings.items()}}
     )
-    torch.manual_seed(1)
-    model = build_model(checked.flat)
+    model = initial_model(checked.flat)
     strategy = checked.strategy(trainable=trainable_names(model))
     grid = InProcessGrid(app, checked.num_clients, run_config=checked.flat)
     reports: list[RoundReport] = []
@@ -149,3 +148,15 @@ def test_others_are_the_test_parts_of_all_other_clients(monkeypatch: pytest.Monk
 def test_a_node_with_private_data_has_nobody_elses(tmp_path: Path) -> None:
     np.savez(tmp_path / "train.npz", x=np.zeros((4, 64), np.float32), y=np.arange(4))
     assert others(config.parse(SETTING).flat, {"dataset.dir": str(tmp_path)}) is None
+
+
+def test_the_built_in_clients_make_the_initial_model_from_the_seed() -> None:
+    """Over a whole run of the apps: the same bits as with the model on the wire, no first contact with a model."""
+    runs = {
+        where: run(algorithm="fedcspack", fedcspack__pack_size=64, fedcspack__initial_model=where, seed=4)
+        for where in ("wire", "seed")
+    }
+    wire, seed = (result.arrays for _, _, _, result in runs.values())
+    assert {n: a.data for n, a in wire.items()} == {n: a.data for n, a in seed.items()}
+    first = {where: reports[0].traffic.train_down_payload for where, (_, _, reports, _) in runs.items()}
+    assert first == {"wire": 3 * 4 * (64 * 16 + 16 + 16 * 10 + 10), "seed": 3 * 32}
