@@ -22,7 +22,7 @@ FLOWER = "Flower's own"
 def craft(x: Tensors, ys: list[Tensors], previous: Tensors) -> None:
     """CRAFT's directions, layer by layer."""
     weights = torch.full((len(ys),), 1.0 / len(ys), dtype=torch.float64)
-    for names in group_names(list(x), "layer").values():
+    for names in group_names(x, "layer").values():
         closed_form = functools.partial(solve, weights=weights, min_norm=activity_threshold(x, names, 1e-6))
         group_direction(x, ys, names, previous, closed_form)
 
@@ -30,7 +30,7 @@ def craft(x: Tensors, ys: list[Tensors], previous: Tensors) -> None:
 def naive_craft(x: Tensors, ys: list[Tensors], previous: Tensors) -> None:
     """The same by the pseudo-inverse of the stacked displacements of a layer, in float64."""
     weights = torch.full((len(ys),), 1.0 / len(ys), dtype=torch.float64)
-    for names in group_names(list(x), "layer").values():
+    for names in group_names(x, "layer").values():
         D = torch.stack([torch.cat([(y[n].double() - x[n].double()).flatten() for n in names]) for y in ys])
         r = torch.cat([previous[n].double().flatten() for n in names])
         U, r = D / D.norm(dim=1, keepdim=True), r / r.norm()

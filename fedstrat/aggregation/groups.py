@@ -19,24 +19,43 @@ def layer_of(name: str) -> str:
     return module if last in ("weight", "bias") else name
 
 
-def group_names(names: Sequence[str], grouping: str | Mapping[str, str]) -> dict[str, tuple[str, ...]]:
+def group_names(params: Tensors, grouping: str | Mapping[str, str]) -> dict[str, tuple[str, ...]]:
     """Put parameter names into groups, in order of first appearance.
 
     Args:
-        names: The trainable parameters.
-        grouping: "layer", "tensor", "model", or a mapping parameter name -> group.
+        params: The trainable parameters; only names and shapes are read.
+        grouping: "layer", "merged" (see :func:`merged`), "tensor", "model", or a mapping parameter name -> group.
 
     Raises:
         KeyError: The mapping lacks a name.
     """
+    if grouping == "merged":
+        grouping = merged(params)
     groups: dict[str, list[str]] = {}
-    for name in names:
+    for name in params:
         if isinstance(grouping, str):
             group = {"layer": layer_of(name), "tensor": name, "model": "model"}[grouping]
         else:
             group = grouping[name]
         groups.setdefault(group, []).append(name)
     return {group: tuple(members) for group, members in groups.items()}
+
+
+def merged(params: Tensors) -> dict[str, str]:
+    """Name the group of every parameter: its layer, and for a normalisation the convolution just before it.
+
+    A normalisation is a layer of vectors alone, as long as the convolution has channels, in the same module. So a
+    ResNet-20 has 20 groups, as the authors of CRAFT have it.
+    """
+    groups: dict[str, str] = {}
+    convolution, channels = "", 0
+    for name, p in params.items():
+        layer = layer_of(name)
+        if p.ndim > 1:
+            convolution, channels = (layer, len(p)) if p.ndim > 2 else ("", 0)
+        joins = p.ndim == 1 and len(p) == channels and layer.rpartition(".")[0] == convolution.rpartition(".")[0]
+        groups[name] = convolution if joins else layer
+    return groups
 
 
 def activity_threshold(params: Tensors, names: Sequence[str], min_norm: float) -> float:

@@ -58,7 +58,7 @@ class ConFIG(FedStrategy[ServerState, Payload]):
         w = normalised([u.num_examples if self.weights == "examples" else 1.0 for u in updates])
         step: dict[str, torch.Tensor] = {}
         solutions: dict[str, Solution] = {}
-        for group, names in group_names(list(x), self.grouping).items():
+        for group, names in group_names(x, self.grouping).items():
             threshold = activity_threshold(x, names, _MIN_NORM)
             closed_form = functools.partial(self._solve, w=torch.tensor(w, dtype=torch.float64), min_norm=threshold)
             solutions[group], g = group_direction(x, [u.params for u in updates], names, None, closed_form)

@@ -13,6 +13,9 @@ Every group moves by about eta_g |g| in a round, however long the clients' own u
 An extension, off by default: with reference = "ema", r = e / |e|, e <- d e + (1 - d) g, d = reference_decay. d = 0 is
 the paper's r.
 
+A layer is a module's weight and bias; grouping = "merged" joins a normalisation to the convolution before it, as the
+authors' code does for ResNets.
+
 Differs from the paper (delta = y - x and the server adds; the paper negates both):
 * tau_q = max(min_norm, 4 eps32 |x^q|): 1e-6 alone is float32 noise in a wide layer.
 * U^+ comes from the Gram matrix in float64 and cuts singular values below rtol sigma_max (near-duplicate clients). The
@@ -45,7 +48,7 @@ from fedstrat.strategies.state import ServerState
 
 logger = logging.getLogger("flwr")
 
-Grouping = Literal["layer", "tensor", "model"] | dict[str, str]
+Grouping = Literal["layer", "merged", "tensor", "model"] | dict[str, str]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +87,7 @@ class CRAFT(FedStrategy[CraftState, Payload]):
         step: dict[str, torch.Tensor] = {}
         remembered = dict(state.direction)
         solutions: dict[str, Solution] = {}
-        for group, names in group_names(list(x), self.grouping).items():
+        for group, names in group_names(x, self.grouping).items():
             closed_form = functools.partial(
                 solve,
                 weights=weights,

@@ -93,7 +93,7 @@ class FedLF(FedStrategy[HistoryState, Payload]):
         def layer(names: tuple[str, ...], gram: torch.Tensor) -> Layer:
             return Layer(names, gram, *layer_direction(gram, fair, rounding_of(x, names), last_digit_of(x, names)))
 
-        groups = group_names(list(x), self.grouping)
+        groups = group_names(x, self.grouping)
         layers = [layer(names, rows.gram(names)) for names in groups.values()]
         at = 0
         while at < len(layers):

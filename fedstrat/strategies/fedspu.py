@@ -164,7 +164,7 @@ class FedSPU(FedStrategy[SpuState, SubModel]):
             flat = moved.reshape(len(updates), -1)
             return flat @ flat.T
 
-        groups = group_names(list(state.params), "layer")
+        groups = group_names(state.params, "layer")
         return {layer: torch.stack([products(n) for n in names]).sum(0) for layer, names in groups.items()}
 
     @override

@@ -43,7 +43,7 @@ def measured(
     numbers = {**drift(total), **agreement(total, rounding_of(x))}
     if "rank" in numbers:
         numbers["update_rank"] = numbers.pop("rank")
-    layers = group_names(list(x), "layer")
+    layers = group_names(x, "layer")
     parts = {
         name: {kebab(key): value for key, value in agreement(gram, rounding_of(x, layers[name])).items()}
         for name, gram in grams.items()

@@ -61,7 +61,7 @@ class NormalisedFedAvgM(FedStrategy[NormalisedFedAvgMState, Payload]):
         x, p = state.params, normalised([u.num_examples for u in updates])
         step = mean_deltas(x, [u.params for u in updates], p)
         momentum, lengths = dict(state.momentum), []
-        for names in group_names(list(x), self.grouping).values():
+        for names in group_names(x, self.grouping).values():
             length = float(global_norm([step[n] for n in names]))
             if length == 0.0 or length < activity_threshold(x, names, self.min_norm):
                 continue

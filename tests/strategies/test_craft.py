@@ -350,8 +350,10 @@ def test_layer_groups_of_a_model_is_a_grouping() -> None:
         own.load_state_dict(start.state_dict())
         return own
 
-    reports = small.run(CRAFT(**COMMON, grouping=groups), model, 1).reports
-    assert reports[0].diagnostics["active-groups"] == 2
+    by_model = small.run(CRAFT(**COMMON, grouping=groups), model, 1)
+    assert by_model.reports[0].diagnostics["active-groups"] == 2
+    by_shapes = small.run(CRAFT(**COMMON, grouping="merged"), model, 1)
+    assert small.bits(by_shapes.result.arrays) == small.bits(by_model.result.arrays)
     assert small.run(CRAFT(**COMMON), model, 1).reports[0].diagnostics["active-groups"] == 3
 
 

@@ -9,6 +9,7 @@ import torchvision
 from torch import nn
 from torch.nn import functional
 
+from fedstrat.aggregation.groups import merged
 from fedstrat.errors import ConfigError
 from fedstrat.models import MODELS, build, layer_groups, trainable_names
 from fedstrat.models.resnet import Block, ResNet
@@ -561,3 +562,13 @@ def test_frozen_and_tied_parameters_and_buffers():
         "norm.bias": "conv",
         "head.bias": "head",
     }
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if name != "textcnn"])
+def test_merged_groups_by_shapes_are_those_of_the_model(name):
+    shape = (3, 32, 32) if name.startswith(("resnet", "wrn")) or name == "cnn-cifar" else (1, 28, 28)
+    model = build(name, input_shape=shape, num_classes=10, hidden=[20, 20])
+    expected = layer_groups(model)
+    assert merged(dict(model.named_parameters())) == expected
+    if name == "resnet20":
+        assert len(set(expected.values())) == 20
