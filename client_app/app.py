@@ -14,12 +14,10 @@ app = ClientApp()
 def train(msg: Message, context: Context) -> Message:
     """Train the received model on this client's training data."""
     from fedstrat.data.loaders import client_data  # noqa: PLC0415
-    from fedstrat.runs.model import client_model, initial_model  # noqa: PLC0415
+    from fedstrat.runs.model import client_model  # noqa: PLC0415
 
     data = client_data(context.run_config, context.node_config, seed=_seed(msg, context))
-    # Everywhere else weights are loaded into the model, so it doesn't matter which it was built with.
-    from_seed = context.run_config.get("fedcspack.initial-model") == "seed"
-    model = (initial_model if from_seed else client_model)(context.run_config, context.node_config)
+    model = client_model(context.run_config, context.node_config)
     return fedstrat.train(msg, context, model, data.train, test_data=lambda: data.test)
 
 
