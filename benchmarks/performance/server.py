@@ -40,10 +40,10 @@ def naive_craft(x: Tensors, ys: list[Tensors], previous: Tensors) -> None:
 def aggregate_with(strategy: str, x: Tensors, ys: list[Tensors], repeats: int) -> tuple[float, float]:
     """A whole ``aggregate_train``, from received bytes to the model to be sent, ours and Flower's FedAvg."""
     model, sent, replies = exchange_of(x, ys)
+    mine = getattr(fedstrat, strategy)()
+    mine._adopt(model)  # once a run: finds tied weights, which reads every number
 
     def ours() -> None:
-        mine = getattr(fedstrat, strategy)()
-        mine._adopt(model)
         mine._sent = sent
         if mine.aggregate_train(1, replies)[0] is None:
             raise RuntimeError("no step was taken")
