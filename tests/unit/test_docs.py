@@ -115,3 +115,14 @@ def test_links_between_the_pages_lead_somewhere() -> None:
     for path in (*FILES, *(ROOT / "docs/algorithms").glob("*.md")):
         for target in re.findall(r"\]\((?!https?://|#)([^)#]+)", path.read_text()):
             assert (path.parent / target).exists(), f"{path.name}: {target}"
+
+
+def test_the_tables_of_measured_results_are_those_of_the_benchmark() -> None:
+    made = (ROOT / "benchmarks/results/digits.md").read_text()
+    rows = [line for line in made.splitlines() if line.startswith("| ")]
+    assert len(rows) == 1 + 23  # the head, and every method
+    results, readme = (path.read_text().splitlines() for path in (ROOT / "docs/results.md", ROOT / "README.md"))
+    assert [row for row in results if row in rows] == rows
+    shown = [line for line in readme if line.startswith("| ") and " ± " in line]
+    assert shown
+    assert set(shown) <= set(rows)
