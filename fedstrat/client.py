@@ -68,7 +68,8 @@ def train(
         if session.lost or num_examples == 0:
             return session.reply(num_examples)
         if session.evaluates_received and test_data is not None:
-            session.evaluate_received(test_data() if callable(test_data) else test_data, loss_fn)
+            with loop.same_randomness(loader):  # whoever makes the data may draw, too
+                session.evaluate_received(test_data() if callable(test_data) else test_data, loss_fn)
         rate = _lr(lr, session.config, run, session.server_round)
         steps: dict[str, Any] = {
             "momentum": float(run.get("train.momentum", 0.0)),

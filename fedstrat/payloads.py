@@ -388,6 +388,18 @@ class Payload:
     per_parameter: ClassVar[bool] = True
     """Whether every field holds one tensor per parameter."""
 
+    @property
+    def on_initial(self) -> bool:
+        """Whether it changes the initial model, which the client has built by itself, in place of one that was sent."""
+        return False
+
+    def check_initial(self, model: Params) -> None:
+        """Compare the model as the client has built it with the run's initial one, where ``on_initial``.
+
+        Raises:
+            StateLostError: It is another one.
+        """
+
     @classmethod
     def names(cls) -> list[str]:
         """The fields, which travel as records of the same name in kebab-case."""

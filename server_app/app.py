@@ -88,7 +88,8 @@ def main(grid: Grid, context: Context) -> None:
         if goals.reason:
             print(f"ended early: {goals.reason}", flush=True)
     except FedstratError as failure:
-        arrays, error = getattr(getattr(failure, "result", None), "arrays", None), str(failure)
+        arrays = getattr(getattr(failure, "result", None), "arrays", None) or arrays or strategy.arrays
+        error = str(failure)
         raise
     except KeyboardInterrupt:
         arrays, status, error = strategy.arrays, "interrupted", "interrupted; resume goes on after the last checkpoint"
@@ -108,7 +109,7 @@ def _go_back(folder: RunFolder, goals: Goals, server_round: int) -> None:
     """Forget what came after the round that is resumed from."""
     folder.keep_until(server_round)
     for line in folder.history:
-        goals.take(line["mean"])
+        goals.take(line["round"], line["mean"])
     if goals.reason:
         print(f"the goal was reached before: {goals.reason}", flush=True)
     print(f"resuming after round {server_round}", flush=True)
@@ -119,7 +120,11 @@ def _validate(
 ) -> dict[str, Fairness | None]:
     """Score the final model, and personal ones where there are some, on what the clients held back from training."""
     last = run.num_server_rounds
-    asked = list(strategy.configure_evaluate(last, arrays, ConfigRecord({"part": "validation"}), grid))
+    try:
+        asked = list(strategy.configure_evaluate(last, arrays, ConfigRecord({"part": "validation"}), grid))
+    except FedstratError as error:  # the run itself is done
+        print(f"warning: nobody could be asked for validation scores: {error}", flush=True)
+        return {}
     strategy.aggregate_evaluate(last, exchange(grid, asked, run.round_timeout or _ROUND_SECONDS))
     return {"validation": strategy.fairness, "validation_personal": strategy.personal}
 

@@ -24,12 +24,12 @@ def agreement(gram: torch.Tensor, smallest: float = 0.0) -> dict[str, float]:
 
     Returns:
         ``conflict_rate``, ``min_cosine``, ``mean_cosine`` and ``rank``; empty with fewer than two updates that have
-        a direction.
+        a direction, and where products overflowed.
     """
     lengths = gram.diagonal().clamp(min=0.0).sqrt()
     active = (lengths > 0.0) & (lengths >= smallest)
     count = int(active.sum())
-    if count < 2:
+    if count < 2 or not bool(torch.isfinite(gram).all()):
         return {}
     unit = gram[active][:, active] / torch.outer(lengths[active], lengths[active])
     above = torch.triu_indices(count, count, offset=1)

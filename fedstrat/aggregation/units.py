@@ -79,7 +79,7 @@ def plan(params: Tensors) -> Plan:
 
 
 def _fits(p: torch.Tensor, width: int) -> bool:
-    return p.shape[1] == width or (p.ndim == 2 and width > 1 and p.shape[1] > 0 and p.shape[1] % width == 0)
+    return width > 0 and (p.shape[1] == width or (p.ndim == 2 and width > 1 and p.shape[1] % width == 0))
 
 
 def _module(name: str) -> str:
@@ -135,7 +135,7 @@ def merge(
     Returns:
         The new model in x's dtypes, summed in float64.
     """
-    scales = [_scale(params, units, part, cut, max_norm) for _, units, part in sent]
+    scales = [clip_scale(params, units, part, cut, max_norm) for _, units, part in sent]
     result = {}
     for name, x in params.items():
         base = x.to(torch.float64)
@@ -150,7 +150,8 @@ def merge(
     return result
 
 
-def _scale(params: Tensors, units: Units, part: Tensors, cut: Plan, max_norm: float | None) -> float:
+def clip_scale(params: Tensors, units: Units, part: Tensors, cut: Plan, max_norm: float | None) -> float:
+    """Return what brings ``y_i - x`` over a client's part down to at most ``max_norm``; 1 where it is shorter."""
     if max_norm is None:
         return 1.0
     squares = (

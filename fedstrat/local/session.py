@@ -93,12 +93,15 @@ class LocalSession:
         buffers = {n: t for n, t in self._exchanged().items() if n not in trained}
         received = self._receive_extra(received_type, params)
         state = self._settle()
-        self._load(state, on_initial=getattr(received, "on_initial", False))
+        on_initial = received is not None and received.on_initial and not self.lost
+        if on_initial:
+            try:
+                received.check_initial({**params, **buffers})
+            except StateLostError as error:
+                self._lose(error)
+        self._load(state, on_initial=on_initial)
         self._buffers_before = {n: t.clone() for n, t in buffers.items()} if not self.rule.sends_model else {}
-        try:
-            self.rule.begin(params, buffers, received, state if self.rule.keeps_state else None)
-        except StateLostError as error:
-            self._lose(error)
+        self.rule.begin(params, buffers, received, state if self.rule.keeps_state else None)
         return self
 
     def _exchanged(self) -> dict[str, torch.Tensor]:

@@ -61,7 +61,7 @@ class Run:
     def _goal(self) -> str:
         goals = Goals(float(self.config.get("target-accuracy", 0.0)), int(self.config.get("patience", 0)))
         for line in self.history:
-            goals.take(line.get("mean"))
+            goals.take(line["round"], line.get("mean"))
         return goals.reason
 
 

@@ -19,17 +19,21 @@ class Goals:
         self.reason = ""
         self._best = -1.0
         self._since_best = 0
+        self._taken: set[int] = set()
 
     def __call__(self, report: RoundReport) -> bool:
         """Take a round's report and say whether the run ends."""
+        if report.fairness is not None:
+            return self.take(report.round, report.fairness.mean)
         # What round 1 begins with is no result of the run.
-        scores = report.fairness or (report.received if report.round > 1 else None)
-        return self.take(None if scores is None else scores.mean)
+        received = report.received if report.round > 1 else None
+        return self.take(report.round - 1, None if received is None else received.mean)
 
-    def take(self, mean: float | None) -> bool:
-        """Take a round's mean accuracy; rounds without evaluation (None) count for nothing."""
-        if mean is None:
+    def take(self, server_round: int, mean: float | None) -> bool:
+        """Take a round's mean accuracy, once; rounds without evaluation (None) count for nothing."""
+        if mean is None or server_round in self._taken:
             return False
+        self._taken.add(server_round)
         if mean > self._best:
             self._best, self._since_best = mean, 0
         else:

@@ -136,6 +136,9 @@ class RunFolder:
     def keep_until(self, server_round: int) -> None:
         """Drop rounds after ``server_round``: the run goes on from there."""
         self.history = [line for line in self.history if line["round"] <= server_round]
+        if self.history and self.history[-1].get("evaluated_in_train"):
+            # The next round told them, and will again.
+            self.history[-1] |= {**_scores(None), "evaluated_in_train": False}
         self._rewrite_history()
 
     def save_model(self, arrays: Mapping[str, "torch.Tensor"]) -> str:

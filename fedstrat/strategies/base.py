@@ -9,6 +9,7 @@ import uuid
 from collections.abc import Callable, Iterable
 from typing import Any, cast
 
+import numpy as np
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
 from flwr.serverapp import Grid
@@ -81,6 +82,7 @@ class FedStrategy(ServerHalf[State, Up], Strategy):
         self.personal: Fairness | None = None
         self.elsewhere: Fairness | None = None
         self.received: Fairness | None = None
+        self._asked_received = False
         self.diagnostics: dict[str, float] = {}
         self.layers: dict[str, dict[str, float]] = {}
         self._sent: list[Message] = []
@@ -140,6 +142,7 @@ class FedStrategy(ServerHalf[State, Up], Strategy):
     ) -> Iterable[Message]:
         """Draw a cohort and build its messages."""
         self.trained, self.failed, self.diagnostics, self.layers, self.received = (), {}, {}, {}, None
+        self._asked_received = bool(config.get("fedstrat.evaluate-in-train"))
         if self.fraction_train == 0.0:
             return []
         self._adopt(arrays)
@@ -165,14 +168,19 @@ class FedStrategy(ServerHalf[State, Up], Strategy):
         """
         self.trained, self.diagnostics, self.layers = (), {}, {}
         contents, updates = self._take_in(server_round, list(replies))
-        self.received = fairness(intake.read_received(contents, updates, server_round, self._keys))
+        if self._asked_received:
+            self.received = fairness(intake.read_received(contents, updates, server_round, self._keys))
         if len(updates) < self.min_replies:
             return self._no_step(server_round, f"{len(updates)} usable replies, expected at least {self.min_replies}")
         if self.wrapper is not None:
             check_equal_weights(self.wrapper, [u.num_examples for u in updates], self.weighted_by_key)
         self._see({u.client: u.num_examples for u in updates})
         with torch.no_grad():
-            after = self.aggregate(cast("State", self.state), updates)
+            try:
+                after = self.aggregate(cast("State", self.state), updates)
+            except (torch.linalg.LinAlgError, np.linalg.LinAlgError) as error:  # type: ignore[attr-defined]
+                why = f"an update may be too large (max_update_norm bounds them): {error}"
+                return self._no_step(server_round, f"the step can't be computed; {why}")
             weights = normalised([u.num_examples for u in updates])
             buffers = aggregate_buffers(self.buffers, [u.buffers for u in updates], weights)
         broken = [name for name, p in after.params.items() if not is_finite(p)]

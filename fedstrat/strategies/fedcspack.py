@@ -83,9 +83,14 @@ class CspackBroadcast(Payload):
         return super().encode() if self.packs else {}
 
     @property
+    @override
     def on_initial(self) -> bool:
-        """Whether the packs change the model that the client itself has built, in place of one that was sent."""
         return "initial" in self.packs
+
+    @override
+    def check_initial(self, model: Params) -> None:
+        if self.on_initial and not torch.equal(digest(model), self.packs["initial"].cpu()):
+            raise StateLostError("the model as built here isn't the run's initial model; the server will send it")
 
     @override
     def check(self, params: Params) -> None:
@@ -152,15 +157,21 @@ class CspackState(ServerState):
     initial: Mapping[str, torch.Tensor]
 
 
-def digest(packs: torch.Tensor) -> torch.Tensor:
-    """The SHA-256 of a model's packs as they are in memory, uint8 (32,)."""
-    data = packs.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-    return torch.frombuffer(bytearray(hashlib.sha256(data.tobytes()).digest()), dtype=torch.uint8)
+def digest(model: Params) -> torch.Tensor:
+    """The SHA-256 of a whole model, buffers and frozen parameters included, as it is in memory; uint8 (32,)."""
+    sha256 = hashlib.sha256()
+    for name in sorted(model):
+        sha256.update(name.encode())
+        sha256.update(model[name].detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return torch.frombuffer(bytearray(sha256.digest()), dtype=torch.uint8)
 
 
 def rounded(value: torch.Tensor, dtype: PackDtype) -> torch.Tensor:
-    """Packs as they travel."""
-    return value if dtype == "model" else value.to(getattr(torch, dtype))
+    """Packs as they travel; what is beyond the range of ``dtype`` becomes its largest number."""
+    if dtype == "model":
+        return value
+    largest = torch.finfo(getattr(torch, dtype)).max
+    return value.clamp(-largest, largest).to(getattr(torch, dtype))
 
 
 class FedCSPACK(FedStrategy[CspackState, CspackUpdate]):
@@ -200,6 +211,9 @@ class FedCSPACK(FedStrategy[CspackState, CspackUpdate]):
         size = extra.packs["value"].shape[1]
         if size != self.pack_size:
             raise PayloadError(f"packs/value: expected packs of {self.pack_size} numbers, but got {size}")
+        dtype = extra.packs["value"].dtype
+        if self.pack_dtype != "model" and dtype != getattr(torch, self.pack_dtype):
+            raise PayloadError(f"packs/value: expected {self.pack_dtype}, but got {str(dtype).removeprefix('torch.')}")
 
     @override
     def init_state(self, params: Params) -> CspackState:
@@ -209,7 +223,7 @@ class FedCSPACK(FedStrategy[CspackState, CspackUpdate]):
                 "FedCSPACK: the model is one pack of %d and will never move; lower pack_size", self.pack_size
             )
         versions = {"packs": torch.zeros(count, dtype=torch.int64)}
-        initial = {"sha256": digest(to_packs(params, self.pack_size))}
+        initial = {"sha256": digest({**params, **self.buffers})}
         return CspackState(params=params, generation=0, versions=versions, synced={}, initial=initial)
 
     @override
@@ -287,8 +301,6 @@ class FedCSPACKRule(LocalRule[CspackBroadcast, CspackUpdate]):
     @override
     def start(self, received: CspackBroadcast, state: Tensors | None) -> None:
         self.known = to_packs(self.params, self.pack_size).clone()
-        if received.on_initial and not torch.equal(digest(self.known), received.packs["initial"].cpu()):
-            raise StateLostError("the model as built here isn't the run's initial model; the server will send it")
         # Without packs the whole model was loaded. Without state there is nothing to write them to: the client lost
         # it, and its reply will say just that; unless they change the initial model.
         if received.packs and (state is not None or received.on_initial):

@@ -5,8 +5,8 @@ Parameter Update", AAAI 2025, https://arxiv.org/abs/2403.11464.
 
     server     for client i draws max(1, floor(r_i width)) units of every hidden layer and sends the sub-model S_i
                between them: the rows of the chosen units, the columns of the chosen units of the layer before
-    client i   P_i[S_i] = what came, then K_i steps of SGD of the full model P_i whose gradient is 0 outside of S_i;
-               sends P_i[S_i]
+    client i   P_i[S_i] = what came, then K_i steps by the gradient of the full model P_i, of which P_i[S_i] alone
+               moves; sends P_i[S_i]
     server     x <- x + sum_i n_i (P_i - x) / sum_i n_i     number by number, over the clients that sent it; the
                others stay
 
@@ -15,7 +15,7 @@ A sub-model has about r_i^2 of the model's numbers. Units and columns are found 
 Differs from the paper and its code:
 * The mean is weighted by examples, as FedAvg's, instead of by numbers of batches. So r = 1 is FedAvg.
 * At its first contact a client is sent the whole model, from which P_i starts; after it sub-models alone.
-* A step outside of S_i is undone after any optimizer: momentum and decay can't move what is frozen either.
+* Gradients aren't masked: what a step moves outside of S_i is put back, so momentum and decay can't move it either.
 * Running statistics travel whole, as everywhere here (the code sends those of the chosen channels).
 * The columns of a layer behind a flattened convolution are those of its channels' pixels (the code compares them with
   the channels' numbers). Clients don't stop early by their validation loss.
@@ -31,7 +31,7 @@ import torch
 from typing_extensions import override
 
 from fedstrat.aggregation.groups import group_names
-from fedstrat.aggregation.units import choose, merge, plan, region, shape
+from fedstrat.aggregation.units import choose, clip_scale, merge, plan, region, shape
 from fedstrat.errors import ConfigError, PayloadError
 from fedstrat.local.rule import LocalRule, Tensors
 from fedstrat.payloads import Broadcast, Params, Payload, Update, check_like
@@ -69,9 +69,13 @@ class SubModel(Payload):
                 " the strategy, or freeze the same layers on both sides"
             )
         for layer, chosen in self.units.items():
-            fits = chosen.dtype == torch.int32 and chosen.ndim == 1 and len(chosen) > 0
-            if not fits or int(chosen[0]) < 0 or int(chosen[-1]) >= cut.widths[layer] or (chosen.diff() <= 0).any():
-                raise PayloadError(f"units/{layer}: expected ascending int32 units of 0 to {cut.widths[layer] - 1}")
+            width = cut.widths[layer]
+            fits = chosen.dtype == torch.int32 and chosen.ndim == 1 and (len(chosen) > 0 or width == 0)
+            if fits and len(chosen):
+                ascending = bool((chosen[1:] > chosen[:-1]).all())  # a difference of int32 could wrap around
+                fits = ascending and int(chosen[0]) >= 0 and int(chosen[-1]) < width
+            if not fits:
+                raise PayloadError(f"units/{layer}: expected ascending int32 units of 0 to {width - 1}")
 
 
 @dataclass(frozen=True)
@@ -153,14 +157,16 @@ class FedSPU(FedStrategy[SpuState, SubModel]):
 
     @override
     def grams(self, state: SpuState, updates: Sequence[Update[SubModel]]) -> dict[str, torch.Tensor]:
-        axes = plan(state.params).axes
+        cut = plan(state.params)
+        sent = [(u.extra.units, u.extra.sub_model) for u in updates]
+        scales = [clip_scale(state.params, *own, cut, self.max_update_norm) for own in sent]
 
         def products(name: str) -> torch.Tensor:
             x = state.params[name]
             moved = torch.zeros(len(updates), *x.shape, dtype=torch.float64)  # zero outside a client's units
-            for row, update in zip(moved, updates, strict=True):
-                at = region(x, axes[name], update.extra.units)
-                row[at] = update.extra.sub_model[name].to(torch.float64) - x[at].to(torch.float64)
+            for row, (units, part), scale in zip(moved, sent, scales, strict=True):
+                at = region(x, cut.axes[name], units)
+                row[at] = scale * (part[name].to(torch.float64) - x[at].to(torch.float64))
             flat = moved.reshape(len(updates), -1)
             return flat @ flat.T
 
@@ -197,11 +203,6 @@ class FedSPURule(LocalRule[SubModelDown, SubModel]):
         self.chosen = {n: torch.zeros_like(p, dtype=torch.bool) for n, p in self.params.items()}
         for name, at in self.regions.items():
             self.chosen[name][at] = True
-
-    @override
-    def correct_gradients(self) -> None:
-        for name, _, gradient in self.trainable:
-            gradient.mul_(self.chosen[name])
 
     @override
     def after_step(self) -> None:

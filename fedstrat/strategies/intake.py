@@ -25,6 +25,9 @@ _DEAD_WORKER = re.compile(
 _FLOWER_REASON = re.compile(r"<class '([^']*)'>:<['\"]?(.*?)['\"]?>")
 
 
+MOST_EXAMPLES = 2.0**53
+"""Up to which a float counts exactly; sums of larger numbers could overflow."""
+
 Counts = dict[str, tuple[int, float, int]]
 """Client id -> (correct, summed loss, examples)."""
 
@@ -198,8 +201,8 @@ def read_update(content: RecordDict, client: str, expected: Expected) -> Update[
 
     metrics = _metrics(content)
     num_examples = number(metrics, keys.weight)
-    if num_examples < 0:
-        raise PayloadError(f"metrics/{keys.weight}: expected a number >= 0, but got {num_examples:g}")
+    if not 0 <= num_examples <= MOST_EXAMPLES:
+        raise PayloadError(f"metrics/{keys.weight}: expected a number of 0 to 2^53, but got {num_examples:g}")
     if num_examples == 0:
         return Ignored("it has no training examples")
     for name in expected.needs:
@@ -317,8 +320,8 @@ def read_counts(content: RecordDict, keys: Keys, prefix: str = "") -> tuple[int,
     if prefix in (_ELSEWHERE, _RECEIVED) and f"{prefix}num-correct" not in metrics:
         return None
     num_examples = number(metrics, keys.weight)
-    if num_examples < 0:
-        raise PayloadError(f"metrics/{keys.weight}: expected a number >= 0, but got {num_examples:g}")
+    if not 0 <= num_examples <= MOST_EXAMPLES:
+        raise PayloadError(f"metrics/{keys.weight}: expected a number of 0 to 2^53, but got {num_examples:g}")
     if f"{prefix}num-correct" not in metrics:
         return None
     correct = number(metrics, f"{prefix}num-correct")

@@ -133,7 +133,10 @@ class RoundLoop:
             ends = goal is not None and goal(self._report(server_round, time.monotonic() - begun))
             if ends and not last and (self.strategy.evaluate_in_train or self.strategy.evaluate_personal):
                 # No next round's training evaluates this model, and what is asked for in the end is asked for now.
+                before = self.strategy.counts, self.strategy.fairness, self.strategy.personal
                 self._evaluate(server_round, last=True)
+                if self.strategy.fairness is None:  # nobody answered
+                    self.strategy.counts, self.strategy.fairness, self.strategy.personal = before
         except RunFailedError as error:
             error.result = self.result  # the last good model is never lost
             failure = error

@@ -264,10 +264,10 @@ MUTATIONS = [
         "NormalisedFedAvgM and float64",
     ),
     Mutation(
-        "FedSPU: the gradient isn t masked",
+        "FedSPU: everything moves",
         "fedstrat/strategies/fedspu.py",
-        "gradient.mul_(self.chosen[name])",
-        "pass",
+        "torch.where(self.chosen[name], p, self.begun[name])",
+        "p",
         "tests/strategies/test_fedspu.py",
         "nothing_outside",
     ),

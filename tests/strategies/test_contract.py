@@ -296,6 +296,25 @@ def test_bytes_are_counted_on_what_travels(straight: Straight) -> None:
         assert traffic.evaluate_down_wire > traffic.evaluate_up_wire > 0
 
 
+@pytest.mark.parametrize(("dtype", "size"), [(torch.float32, 1e25), (torch.float64, 1e200)], ids=str)
+def test_one_client_with_enormous_numbers_never_ends_a_run(
+    algorithm: Algorithm, dtype: torch.dtype, size: float
+) -> None:
+    """Finite, so it may count; the step is taken or refused, with a reason, and diagnostics bear it."""
+
+    def alter(t: int, client: str, content: RecordDict) -> RecordDict:
+        return tampered(content, lambda w: w.fill_(size)) if (t, client) == (2, "1") else content
+
+    nodes = Recorder(
+        small.client_app(lambda: small.convex(dtype), lambda client: small.batches(client, dtype=dtype)),
+        len(CLIENTS),
+        alter=alter,
+    )
+    run = start(make_convex(algorithm, max_failed_rounds=9), nodes, lambda: small.convex(dtype), 3)
+    assert [report.round for report in run.reports] == [1, 2, 3]
+    assert run.reports[0].aggregated
+
+
 @pytest.mark.parametrize("name", [name for name in MULTIPLES if name in ALGORITHMS])
 def test_multiples_of_the_model_that_travel(name: str) -> None:
     traffic = small.run(make_convex(ALGORITHMS[name]), small.convex, 1, num_nodes=3).reports[0].traffic
@@ -370,6 +389,7 @@ MISHAPS: dict[str, tuple[Happens, str]] = {
     "no arrays": (lambda c: RecordDict({n: r for n, r in c.items() if n != spot(c)[0]}), ""),
     "two metric records": (lambda c: small.replaced(c, more=MetricRecord({"a": 1})), "MetricRecord"),
     "negative examples": (lambda c: other_metrics(c, num_examples=-1), "metrics/num-examples"),
+    "endless examples": (lambda c: other_metrics(c, num_examples=1.7e308), "metrics/num-examples"),
     "NaN examples": (lambda c: other_metrics(c, num_examples=float("nan")), "metrics/num-examples"),
     "another round": (
         lambda c: small.replaced(c, client=ConfigRecord({**c["client"], "trained-round": 1})),

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from flwr.app import MetricRecord
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -191,6 +192,22 @@ def test_a_count_that_cant_be_is_dropped_and_the_update_stays(wrong: float, capl
     assert done.reports[0].trained == small.CLIENTS
     assert done.reports[0].received.num_clients == 4
     assert "evaluation of client 1 is dropped: metrics/received-num-correct" in caplog.text
+
+
+def test_what_nobody_asked_for_is_not_believed() -> None:
+    """A client tells perfect scores of its own accord: no goal is reached by them."""
+
+    def alter(_t: int, client: str, content: Any) -> Any:
+        told = {"received-num-examples": 10, "received-num-correct": 10, "received-loss-sum": 0.0}
+        return (
+            small.replaced(content, metrics=MetricRecord({**content["metrics"], **told})) if client == "1" else content
+        )
+
+    grid = small.Recorder(small.client_app(small.everything), alter=alter)
+    strategy = made("fedavg", fraction_evaluate=0.0)
+    done = small.start(strategy, grid, small.everything, 3, should_end=Goals(target_accuracy=0.99))
+    assert [report.round for report in done.reports] == [1, 2, 3]
+    assert all(report.received is None for report in done.reports)
 
 
 def test_where_the_model_doesnt_travel_it_is_refused() -> None:

@@ -674,6 +674,50 @@ def test_a_client_whose_initial_model_is_another_is_sent_the_model() -> None:
     assert all(trip.reply["client"]["state"] == "ok" for trip in others)
 
 
+def test_another_frozen_part_is_another_initial_model() -> None:
+    """The clients' frozen layer differs from the server's: all say so, and get the model in round 2."""
+    built: list[int] = []
+
+    def frozen() -> nn.Module:
+        model = net()
+        model[0].requires_grad_(False)
+        built.append(1)
+        if len(built) > 1:  # the first is the server's
+            with torch.no_grad():
+                model[0].weight.add_(5.0)
+        return model
+
+    def steps(session: fedstrat.LocalSession, model: nn.Module, client: int) -> None:
+        session.optimizer(lr=0.1).step(
+            lambda: cross_entropy(model(small.batches(client)[0][0]), small.batches(client)[0][1])
+        )
+
+    algorithm = strategy(initial_model="seed", trainable=["2.weight", "2.bias"], max_failed_rounds=9)
+    start(algorithm, grid := Recorder(small.own_loop(frozen, steps)), frozen, 2)
+    assert {trip.reply["client"]["state"] for trip in grid.of(1)} == {"lost"}
+    assert all("arrays" in trip.sent for trip in grid.of(2))
+
+
+def test_half_precision_is_kept_to_by_everybody() -> None:
+    """A reply in another dtype is refused; a number beyond float16 travels as its largest."""
+
+    def alter(t: int, client: str, content: RecordDict) -> RecordDict:
+        change = changed("value", lambda v: v.double())
+        return change(content) if (t, client) == (1, "1") else content
+
+    run = start(strategy(pack_dtype="float16"), Recorder(small.client_app(net), alter=alter), net, 1)
+    assert "expected float16, but got float64" in run.reports[0].failed["1"]
+
+    def huge(t: int, client: str, content: RecordDict) -> RecordDict:
+        return changed("value", lambda v: torch.full_like(v, 6e4))(content) if client == "1" and t < 3 else content
+
+    grid = Recorder(small.client_app(net), alter=huge)
+    run = start(strategy(pack_dtype="float16", weights="full", downlink="synced"), grid, net, 4)
+    assert np.abs(vector(run.models[2])).max() < 65504 * 2
+    assert all(report.aggregated for report in run.reports[:2])
+    assert float(view(grid.of(3)[0].sent["packs"]["value"], "value").max()) <= 65504
+
+
 @pytest.mark.parametrize(("dtype", "digits"), [("bfloat16", 8), ("float16", 11)])
 @pytest.mark.parametrize("downlink", ["synced", "mask", "dense"])
 def test_half_precision_halves_the_packs_and_rounds_them(downlink: str, dtype: str, digits: int) -> None:

@@ -112,6 +112,17 @@ def test_a_flattened_channel_takes_its_pixels_along() -> None:
     assert part.tolist() == rows
 
 
+def test_a_layer_without_units_is_no_input() -> None:
+    cut = plan({"a.weight": torch.empty(0, 6), "b.weight": torch.empty(3, 0)})
+    assert cut.axes["b.weight"] == Axes()
+    assert choose(cut.widths, 0.5, np.random.default_rng(0))["a.weight"].tolist() == []
+
+
+def test_drift_is_that_of_what_counts() -> None:
+    run = start(strategy(ratios="0.5", max_update_norm=1e-3), Recorder(small.client_app(net)), net, 1)
+    assert 0 < run.reports[0].diagnostics["drift-max"] <= 1.001e-3
+
+
 def test_so_many_units_are_drawn() -> None:
     drawn = choose({"a": 100, "b": 3, "c": 1}, 0.29, np.random.default_rng(1))
     assert {n: len(units) for n, units in drawn.items()} == {"a": 29, "b": 1, "c": 1}  # .29 * 100 is 28.999… in binary
@@ -270,6 +281,10 @@ MALFORMED = {
     "a unit beyond the layer": (units_of(lambda u: torch.cat([u[:-1], u.new_tensor([WIDTH])])), "units/0.weight"),
     "a unit below 0": (units_of(lambda u: torch.cat([u.new_tensor([-1]), u[1:]])), "units/0.weight"),
     "a unit twice": (units_of(lambda u: u[[0, 0, 1]]), "units/0.weight"),
+    "units whose differences wrap around": (
+        units_of(lambda u: torch.tensor([0, 2**31 - 1, -(2**31), -1, 3], dtype=torch.int32)),
+        "units/0.weight",
+    ),
     "no units": (units_of(lambda u: u[:0]), "units/0.weight"),
     "units of another type": (units_of(lambda u: u.long()), "units/0.weight"),
     "fewer units than rows": (units_of(lambda u: u[:-1]), "sub-model/0.weight"),

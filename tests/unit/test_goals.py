@@ -11,7 +11,7 @@ from fedstrat.runs.goals import Goals
 
 def ends_at(goals: Goals, means: list[float | None]) -> int | None:
     """Index of the round after which the run ends."""
-    return next((i for i, mean in enumerate(means) if goals.take(mean)), None)
+    return next((i for i, mean in enumerate(means) if goals.take(i, mean)), None)
 
 
 @pytest.mark.parametrize(("target", "end"), [(0.0, None), (0.5, 1), (0.7, 3), (0.8, 3), (0.81, None)])
@@ -36,13 +36,13 @@ def test_patience_counts_evaluations_without_a_new_best(patience, means, end):
 
 def test_the_reason_says_what_happened():
     goals = Goals(0.75, 2)
-    assert not goals.take(0.7)
+    assert not goals.take(1, 0.7)
     assert goals.reason == ""
-    goals.take(0.8)
+    goals.take(2, 0.8)
     assert goals.reason == "mean accuracy 0.800 reached the target 0.75"
     tired = Goals(patience=1)
-    tired.take(0.7)
-    tired.take(0.6)
+    tired.take(1, 0.7)
+    tired.take(2, 0.6)
     assert tired.reason == "no better mean accuracy than 0.700 in 1 evaluations"
 
 
@@ -52,3 +52,17 @@ def test_a_report_is_taken_by_its_mean_over_clients():
     assert not goals(report)
     # accuracies 1/4 and 1: mean 0.625, although 2 of 5 are right
     assert goals(replace(report, fairness=fairness({"0": (1, 1.0, 4), "1": (1, 1.0, 1)})))
+
+
+def test_a_round_counts_once():
+    """What a resumed run's next round tells about the last one was read from the history before."""
+    report = RoundReport(round=6, num_rounds=9, seconds=1.0, aggregated=True)
+    told = replace(report, received=fairness({"0": (1, 1.0, 2)}))
+    goals = Goals(patience=1)
+    assert not goals.take(4, 0.6)
+    assert goals.take(5, 0.5)
+    goals = Goals(patience=2)
+    goals.take(4, 0.6)
+    goals.take(5, 0.5)
+    assert not goals(told)  # round 5 again
+    assert goals(replace(told, round=7))

@@ -93,7 +93,7 @@ def test_a_plain_flower_client_is_read():
 
 
 METRICS_REFUSED = [
-    ("num-examples", -1, "metrics/num-examples: expected a number >= 0, but got -1"),
+    ("num-examples", -1, "metrics/num-examples: expected a number of 0 to 2\\^53, but got -1"),
     ("num-examples", math.nan, "metrics/num-examples: expected one finite number, but got nan"),
     ("num-examples", math.inf, "metrics/num-examples: expected one finite number, but got inf"),
     ("num-examples", [20], r"metrics/num-examples: expected one finite number, but got \[20\]"),
