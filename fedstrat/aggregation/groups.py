@@ -99,7 +99,8 @@ def group_direction(
 
     found = inner()
     if single and not _in_range(found):
-        single, found = False, inner()
+        single = False
+        found = inner()
     solution = solve(found)
     if single and solution.sensitivity >= _MOST_SENSITIVE:  # an entry of A is wrong by about 1e-7: g would be by > 1e-5
         single = False

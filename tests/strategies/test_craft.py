@@ -357,6 +357,20 @@ def test_layer_groups_of_a_model_is_a_grouping() -> None:
     assert small.run(CRAFT(**COMMON), model, 1).reports[0].diagnostics["active-groups"] == 3
 
 
+@pytest.mark.parametrize("length", [1.0, 3e17, 1e25])
+def test_products_that_overflow_float32_are_made_in_float64(length: float) -> None:
+    """One of five updates is enormous; all unit updates still get <u_i, g> = 1/5."""
+    generator = torch.Generator().manual_seed(0)
+    x = {"w": torch.randn(100_000, generator=generator)}
+    ys = [{"w": x["w"] + 0.01 * torch.randn(100_000, generator=generator)} for _ in range(4)]
+    ys.append({"w": length * torch.randn(100_000, generator=generator)})
+    solution, g = group_direction(x, ys, ["w"], None, functools.partial(solve, weights=[1.0] * 5))
+    assert solution.rank == 5
+    for y in ys:
+        d = y["w"].double() - x["w"].double()
+        assert float(d @ g["w"] / d.norm()) == pytest.approx(0.2, rel=1e-4)
+
+
 @pytest.mark.parametrize("algorithm", [CRAFT, ConFIG])
 def test_a_mapping_without_every_parameter_is_refused_before_the_first_round(algorithm: Any) -> None:
     strategy = algorithm(**COMMON, grouping={"weight": "all"})
