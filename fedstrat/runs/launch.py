@@ -21,7 +21,7 @@ from fedstrat.runs.follow import Submission, follow
 from fedstrat.runs.inprocess import Engine, run_in_process
 from fedstrat.runs.interrupts import Interrupted, signals_interrupt
 from fedstrat.runs.overrides import Scalar, read_app, read_pairs
-from fedstrat.runs.resume import close_folder, recorded_settings
+from fedstrat.runs.resume import check_resumable, close_folder, recorded_settings
 from fedstrat.runs.superlink import LocalSuperLink
 
 if TYPE_CHECKING:
@@ -132,7 +132,10 @@ def _plan(request: RunRequest) -> _Plan:
     defaults = read_app(app)
     given = read_pairs(request.pairs, defaults) | dict(request.settings)
     if given.get("resume"):
-        before = recorded_settings(Path(str(given["resume"])).expanduser())
+        folder = Path(str(given["resume"])).expanduser()
+        if request.connection is None:  # else it may lie on another machine
+            check_resumable(folder)
+        before = recorded_settings(folder)
         given = {name: value for name, value in before.items() if name in defaults} | given
     if request.results_dir is not None:
         given["results-dir"] = str(request.results_dir)
@@ -260,6 +263,8 @@ def _connect(plan: _Plan, connection: str) -> tuple[FlowerCLI, Path | None]:
     address = str(connections.settings(flwr_home, connection).get("address", ""))
     environment = scripts_first(os.environ) | NO_TALKING
     if not address or address.startswith(":local"):
+        if plan.config.resume:
+            check_resumable(Path(plan.config.resume).expanduser())
         flwr_home.mkdir(parents=True, exist_ok=True)
         # Flower may start this one, here and in the working directory of its command. Packages there win over
         # the app's own, so that must not be where the user is.

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from fedstrat.errors import FedstratError, StateError
+from fedstrat.errors import ConfigError, FedstratError, StateError
 from fedstrat.runs.keys import algorithms
 
 logger = logging.getLogger("flwr")
@@ -21,6 +21,28 @@ FREE = frozenset({
 """Keys of the run config that may change at a resume: they don't decide what is computed, but for the last bits."""
 
 _PLACES = ("results-dir", "resume")
+
+
+_MOST_NAMED = 5
+
+
+def check_resumable(folder: Path) -> None:
+    """Refuse a folder that holds no run.
+
+    Raises:
+        ConfigError: Names the runs that lie near it, the newest first.
+    """
+    if (folder / "config.json").is_file():
+        return
+    what = "has no config.json" if folder.is_dir() else "doesn't exist" if not folder.exists() else "is a file"
+    near = [path.parent for place in (folder, folder.parent) for path in place.glob("*/config.json")]
+    near.sort(key=lambda path: path.stat().st_mtime, reverse=True)
+    names = ", ".join(str(path) for path in near[:_MOST_NAMED])
+    rest = f" and {len(near) - _MOST_NAMED} more" if len(near) > _MOST_NAMED else ""
+    runs = f"the runs near it are {names}{rest}" if near else f"there is no run in {folder.parent} either"
+    raise ConfigError(
+        f"resume={folder}: expected the results folder of a run, which a run prints last, but it {what}; {runs}"
+    )
 
 
 def recorded_settings(folder: Path) -> dict[str, Scalar]:

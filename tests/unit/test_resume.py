@@ -7,12 +7,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from fedstrat.errors import StateError
+from fedstrat.errors import ConfigError, StateError
 from fedstrat.models import trainable_names
 from fedstrat.payloads import decode, to_arrays
 from fedstrat.runs import config, launch, resume
 from fedstrat.runs.checkpoint import CheckpointFolder
 from fedstrat.runs.history import RunFolder, load
+from fedstrat.runs.inprocess import Engine
 from fedstrat.runs.model import build_model
 from fedstrat.runs.relay import Relay
 from tests.unit.asked import Asked
@@ -46,6 +47,23 @@ def test_naming_the_folder_is_enough(tmp_path, monkeypatch):
     assert plan.config.num_server_rounds == 40
     assert plan.given["state-dir"] == str(moved / "state")
     assert plan.given["results-dir"] == plan.given["resume"] == str(moved)
+
+
+@pytest.mark.parametrize("engine", list(Engine))
+def test_a_folder_without_a_run_is_refused_before_anything_starts(tmp_path, engine, monkeypatch):
+    monkeypatch.setattr(launch, "_share_machine", lambda *_: pytest.fail("it was started"))
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").touch()
+    for name, why in (("none", "doesn't exist"), ("empty", "has no config.json"), ("file", "is a file")):
+        request = launch.RunRequest(pairs=[f"resume={tmp_path / name}"], app=ROOT, engine=engine)
+        with pytest.raises(ConfigError, match=rf"{name}: expected the results folder .* it {why}; there is no run in"):
+            launch.launch(request)
+    for number in range(7):
+        RunFolder(tmp_path / f"run-{number}", DEFAULTS)
+    with pytest.raises(ConfigError, match=r"the runs near it are .*run-\d, .* and 2 more$"):
+        launch.launch(launch.RunRequest(pairs=[f"resume={tmp_path / 'none'}"], app=ROOT, engine=engine))
+    with pytest.raises(ConfigError, match=r"the runs near it are .*run-\d"):  # the folder of the folders
+        launch.launch(launch.RunRequest(pairs=[f"resume={tmp_path}"], app=ROOT, engine=engine))
 
 
 def test_state_that_lies_elsewhere_stays_there(tmp_path):
