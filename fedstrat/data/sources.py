@@ -189,6 +189,11 @@ def load(name: str, directory: str = "", reading: Reading = Reading()) -> Source
     return _load(name, where, reading, stamp(name, where))
 
 
+def forget() -> None:
+    """Give back the memory of the data sets that :func:`load` keeps."""
+    _load.cache_clear()
+
+
 def stamp(name: str, where: Path) -> tuple[tuple[str, int, int], ...]:
     """Return name, time and size of the files of a folder: a cached copy serves while these stay the same."""
     if name in TEXTS:

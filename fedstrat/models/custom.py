@@ -22,7 +22,7 @@ def build_custom(path: str, **offered: Any) -> nn.Module:
         ConfigError: The path has another form, the module or the attribute is missing, importing or calling
             fails, or the result is no ``nn.Module``.
     """
-    factory = _find(path)
+    factory = find_factory(path)
     given = {name: value for name, value in offered.items() if _accepts(factory, name)}
     try:
         model = factory(**given)
@@ -34,7 +34,12 @@ def build_custom(path: str, **offered: Any) -> nn.Module:
     return model
 
 
-def _find(path: str) -> Callable[..., Any]:
+def find_factory(path: str) -> Callable[..., Any]:
+    """Import what ``my_pkg.module:Factory`` names, without calling it.
+
+    Raises:
+        ConfigError: The path has another form, importing fails, or there is nothing there that can be called.
+    """
     module_name, _, attribute = path.partition(":")
     if not all(part.isidentifier() for part in [*module_name.split("."), *attribute.split(".")]):
         raise ConfigError(f"model '{path}': expected an import path of the form 'my_pkg.module:Factory'")

@@ -91,7 +91,7 @@ def load_apps(app: Path) -> tuple[Any, Any]:
     except KeyError as error:
         raise ConfigError(f"--app {app}: [tool.flwr.app.components] lacks {error}") from None
     found = []
-    with _import_from(app):
+    with import_from(app):
         for reference in references:
             module, _, name = reference.partition(":")
             found.append(getattr(importlib.import_module(module), name))
@@ -107,7 +107,8 @@ def load_apps(app: Path) -> tuple[Any, Any]:
 
 
 @contextlib.contextmanager
-def _import_from(folder: Path) -> Iterator[None]:
+def import_from(folder: Path) -> Iterator[None]:
+    """Let modules be imported that lie in ``folder``."""
     sys.path.insert(0, str(folder))
     try:
         yield

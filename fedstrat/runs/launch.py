@@ -18,7 +18,7 @@ from fedstrat.errors import ConfigError, RunFailedError
 from fedstrat.runs import capacity, cluster, connections
 from fedstrat.runs.flowercli import NO_TALKING, FlowerCLI, scripts_first
 from fedstrat.runs.follow import Submission, follow
-from fedstrat.runs.inprocess import Engine, run_in_process
+from fedstrat.runs.inprocess import Engine, import_from, run_in_process
 from fedstrat.runs.interrupts import Interrupted, signals_interrupt
 from fedstrat.runs.overrides import Scalar, read_app, read_pairs
 from fedstrat.runs.resume import check_resumable, close_folder, recorded_settings
@@ -79,6 +79,7 @@ def launch(request: RunRequest) -> int:
 
     Raises:
         ConfigError: The request is wrong; nothing was started.
+        DataError: The data of a simulation can't be read or shared out; nothing was started.
         UntrustedError: The connection leads to a SuperLink that must not be trusted; nothing was started.
     """
     plan = _plan(request)
@@ -139,7 +140,33 @@ def _plan(request: RunRequest) -> _Plan:
         given = {name: value for name, value in before.items() if name in defaults} | given
     if request.results_dir is not None:
         given["results-dir"] = str(request.results_dir)
-    return _Plan(app, check(defaults, given), given, request.verbose, request.folder)
+    config = check(defaults, given)
+    if request.connection is None and config.num_clients:
+        _check_clients(config, app, defaults, request.engine)
+    return _Plan(app, config, given, request.verbose, request.folder)
+
+
+def _check_clients(config: "RunConfig", app: Path, defaults: Mapping[str, Scalar], engine: Engine) -> None:
+    """Find out once, and now, what every simulated client would fail at: its data, and a model of the user's own.
+
+    An app without these keys has data and a model of its own, which nobody but its clients knows.
+
+    Raises:
+        ConfigError: The model can't be imported.
+        DataError: The data can't be read, or the partition can't exist.
+    """
+    from fedstrat.data import sources  # noqa: PLC0415
+    from fedstrat.data.clients import shared  # noqa: PLC0415
+    from fedstrat.models.custom import find_factory  # noqa: PLC0415  (imports torch)
+
+    if "dataset.name" in defaults:
+        shared(config.flat)
+        if engine is Engine.RAY:  # the clients load it in processes of their own
+            sources.forget()
+    if "model.name" in defaults and ":" in config.model.name:
+        # Ray's workers also find what lies in the app.
+        with import_from(app) if engine is Engine.RAY else contextlib.nullcontext():
+            find_factory(config.model.name)
 
 
 def complain(kind: str, text: str) -> None:

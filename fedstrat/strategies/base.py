@@ -39,6 +39,9 @@ from fedstrat.strategies.state import Clients, Snapshot, pack_state, unpack_stat
 
 logger = logging.getLogger("flwr")
 
+_MOST_NAMED = 10
+"""Clients that an error names for one reason."""
+
 
 class FedStrategy(ServerHalf[State, Up], Strategy):
     """A Flower Strategy whose algorithm is three pure functions of frozen state.
@@ -245,11 +248,11 @@ class FedStrategy(ServerHalf[State, Up], Strategy):
         return None, None
 
     def failure_reasons(self) -> str:
-        """The clients' own reasons of the last round, in one line."""
+        """The clients' own reasons of the last round in one line, each followed by the first clients that gave it."""
         grouped: dict[str, list[str]] = {}
         for client, reason in self.failed.items():
             grouped.setdefault(reason, []).append(client)
-        return "; ".join(f"client {', '.join(clients)}: {reason}" for reason, clients in grouped.items()) or "no reply"
+        return "; ".join(f"{reason} ({_listed(clients)})" for reason, clients in grouped.items()) or "no reply"
 
     def encode(self, params: Params, buffers: Params) -> ArrayRecord:
         """The whole model as an ArrayRecord."""
@@ -397,3 +400,9 @@ class FedStrategy(ServerHalf[State, Up], Strategy):
             abilities=Abilities(**abilities),
         )
         return rounds.run(initial_arrays)
+
+
+def _listed(clients: list[str]) -> str:
+    named, others = clients[:_MOST_NAMED], len(clients) - _MOST_NAMED
+    rest = f" and {others} other{'s' * (others > 1)}" if others > 0 else ""
+    return f"client{'s' * (len(clients) > 1)} {', '.join(named)}{rest}"

@@ -16,10 +16,11 @@ from flwr.common.config import flatten_dict, parse_config_args
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedstrat.errors import ConfigError, RunFailedError, UnknownSettingError
+from fedstrat.errors import ConfigError, DataError, RunFailedError, UnknownSettingError
 from fedstrat.runs import capacity, connections, launch, warden
 from fedstrat.runs.flowercli import FlowerCLI, Status
 from fedstrat.runs.follow import judge
+from fedstrat.runs.inprocess import Engine
 from fedstrat.runs.interrupts import Interrupted, signals_interrupt
 from fedstrat.runs.overrides import read_app, read_pairs, write_toml
 from fedstrat.runs.relay import Relay
@@ -388,6 +389,46 @@ def test_a_simulation_settles_the_device_once(monkeypatch, capsys):
 def test_a_simulation_needs_clients():
     with pytest.raises(ConfigError, match="num-clients=0"):
         launch._share_machine(plan(num_clients=0))
+
+
+@pytest.mark.parametrize(
+    ("pair", "complaint"),
+    [
+        ("dataset.name=npz dataset.dir={0}/none", "{0}/none"),
+        ("dataset.partition=natural", "says who each|say who each"),
+        ("dataset.min-size=100", "50 clients with at least 100 samples"),
+        ("model.name=no_such_package.module:Net", "no module 'no_such_package'"),
+        ("model.name=pathlib:Pathh", "did you mean 'Path'"),
+    ],
+)
+@pytest.mark.parametrize("engine", list(Engine))
+def test_what_every_client_would_fail_at_is_found_before_the_start(tmp_path, monkeypatch, engine, pair, complaint):
+    monkeypatch.setattr(launch, "_share_machine", lambda *_: pytest.fail("it was started"))
+    request = launch.RunRequest(pairs=[pair.format(tmp_path)], app=ROOT, results_dir=tmp_path / "out", engine=engine)
+    with pytest.raises((ConfigError, DataError), match=complaint.format(tmp_path)) as caught:
+        launch.launch(request)
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_app_with_data_of_its_own_and_real_nodes_are_not_asked_for_ours(tmp_path, monkeypatch):
+    (tmp_path / "pyproject.toml").write_text('[tool.flwr.app.config]\nalgorithm = "fedavg"\nnum-clients = 5000\n')
+    assert launch._plan(launch.RunRequest(app=tmp_path)).config.num_clients == 5000
+    monkeypatch.setattr(connections, "settings", lambda *_: {})
+    monkeypatch.setattr(connections, "check_trust", lambda _: None)
+    pairs = ["dataset.partition=natural model.name=no_such_package:Net"]
+    launch._plan(launch.RunRequest("site", pairs, app=ROOT))
+    launch._plan(launch.RunRequest(pairs=["num-clients=0 dataset.partition=natural"], app=ROOT))
+
+
+def test_a_model_in_the_app_is_found_for_ray(tmp_path, monkeypatch):
+    config = '[tool.flwr.app.config]\nalgorithm = "fedavg"\n[tool.flwr.app.config.model]\nname = "mlp"\n'
+    (tmp_path / "pyproject.toml").write_text(config)
+    (tmp_path / "model_in_the_app.py").write_text("def make():\n    pass\n")
+    monkeypatch.delitem(sys.modules, "model_in_the_app", raising=False)
+    before = list(sys.path)
+    launch._plan(launch.RunRequest(pairs=["model.name=model_in_the_app:make"], app=tmp_path))
+    assert sys.path == before
 
 
 def test_connections_come_from_flowers_own_file(tmp_path):
