@@ -22,6 +22,7 @@ RECEIVED = tuple(_RECEIVED + counted for counted in ("num-examples", "num-correc
 _DEAD_WORKER = re.compile(
     r"<class 'ray\.exceptions\.((?:RayActor|ActorDied|WorkerCrashed|OutOfMemory|NodeDied)Error)'>"
 )
+_REASON_LENGTH = 2000  # our own errors, which end with what to do, are shorter
 _FLOWER_REASON = re.compile(r"<class '([^']*)'>:<['\"]?(.*?)['\"]?>")
 
 
@@ -140,7 +141,8 @@ def content_of(reply: Message) -> RecordDict:
     reason = lines[-1] if lines else "no reason given"
     wrapped = _FLOWER_REASON.fullmatch(reason)
     reason = f"{wrapped[1]}: {wrapped[2]}" if wrapped else reason
-    raise PayloadError(f"its app failed (error {reply.error.code}): {reason[:500]}")
+    reason = reason if len(reason) <= _REASON_LENGTH else f"{reason[:_REASON_LENGTH]} …"
+    raise PayloadError(f"its app failed (error {reply.error.code}): {reason}")
 
 
 def check_worker(reason: str) -> None:

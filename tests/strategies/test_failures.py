@@ -2,7 +2,8 @@
 
 import logging
 from collections.abc import Iterable
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -12,10 +13,10 @@ from flwr.clientapp import ClientApp
 from torch import nn
 
 import fedstrat
-from fedstrat.errors import RunFailedError
+from fedstrat.errors import PayloadError, RunFailedError
 from fedstrat.payloads import decode, raw_array
 from fedstrat.simulation import InProcessGrid
-from fedstrat.strategies import ALGORITHMS, cohort, rounds
+from fedstrat.strategies import ALGORITHMS, cohort, intake, rounds
 from fedstrat.strategies.cohort import wait_for_nodes
 from tests.strategies import small
 from tests.strategies.small import CLIENTS, Recorder, bits, frozen, start
@@ -92,6 +93,15 @@ def test_failed_rounds_are_counted_in_a_row() -> None:
     with pytest.raises(RunFailedError, match=r"2 failed rounds in a row, the last in round 8.*the disk is full"):
         start(make("fedavg", max_failed_rounds=2), grid, small.convex, 12, on_round=reports.append)
     assert [report.round for report in reports if not report.aggregated] == sorted(failing)
+
+
+@pytest.mark.parametrize(("length", "cut"), [(1900, False), (2100, True)])
+def test_a_long_reason_is_whole_or_visibly_cut(length: int, cut: bool) -> None:
+    reason = f"<class 'fedstrat.errors.DataError'>:<'{'x' * length}'>"
+    with pytest.raises(PayloadError) as caught:
+        intake.content_of(cast("Message", SimpleNamespace(has_error=lambda: True, error=Error(2, reason))))
+    assert ("x" * length in str(caught.value)) is not cut
+    assert str(caught.value).endswith("x …") is cut
 
 
 def test_the_reason_comes_first_and_few_clients_are_named() -> None:

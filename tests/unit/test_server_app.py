@@ -122,7 +122,7 @@ def test_a_run_whose_clients_all_fail_is_a_failed_run_with_the_last_good_model(t
 
 def test_a_run_without_a_good_round_saves_the_initial_model(tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    with pytest.raises(RunFailedError, match=r"no round of 1 succeeded: its app failed.*the disk is full.*\(client.* [0-9]"):
+    with pytest.raises(RunFailedError, match=r"no round of 1 succeeded: its app failed.*the disk is full.*\(client"):
         run(folder, that(fails), num_server_rounds=1)
     assert load(folder).summary["status"] == "failed"
     assert load_file(folder / "model.safetensors")
