@@ -14,8 +14,8 @@ train and test (``dataset.test-fraction``). Beside them:
   others stay unused. The test part is the official one, shared out evenly at random: the mean over the clients is the
   accuracy on it. A data set without one gives ``test_fraction`` of all its samples, drawn at random, for it.
 * ``fedcspack`` (FedCSPACK, by its authors' generator): class by class, shares ~ Dirichlet(alpha, ..., alpha) over the
-  clients, of which those that hold n / N samples or more get none; drawn again until everybody has at least
-  min(64, n / (2 N)), which is min(batch size 16 / 0.25, n / (2 N)). 75 % train, 25 % test.
+  clients, of which those that hold n / N samples or more get none; drawn again until everybody has one sample and at
+  least min(64, n / (2 N)), rounded down, which is min(batch size 16 / 0.25, n / (2 N)). 75 % train, 25 % test.
 * ``fedspu`` (FedSPU): ``dirichlet`` with 70 % train, 30 % test.
 
 The numbers of clients, alpha and classes per client of the papers are settings of a run: the protocols keep the rule.
@@ -215,7 +215,7 @@ def _capped(
 ) -> list[Indices]:
     check_alpha(alpha)
     fair = len(labels) / num_clients
-    smallest = int(min(FEDCSPACK_SMALLEST, fair / 2))
+    smallest = max(int(min(FEDCSPACK_SMALLEST, fair / 2)), 1)
     classes = [np.flatnonzero(labels == label) for label in np.unique(labels)]
     for _ in range(FEDCSPACK_DRAWS):
         owner = np.empty(len(labels), dtype=np.int64)
@@ -233,6 +233,6 @@ def _capped(
                 return np.split(order, np.cumsum(sizes)[:-1])
     raise DataError(
         f"partition 'fedcspack' over {num_clients} clients with dataset.alpha {alpha:g} found no draw of"
-        f" {FEDCSPACK_DRAWS} that leaves everybody at least {smallest} samples; use fewer clients or a larger"
-        " dataset.alpha"
+        f" {FEDCSPACK_DRAWS} that leaves everybody at least {smallest} sample{'s' * (smallest > 1)}; use"
+        " fewer clients or a larger dataset.alpha"
     )

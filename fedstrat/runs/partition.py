@@ -49,7 +49,7 @@ def show_partition(pairs: Sequence[str] = (), app: Path | None = None, out: Path
     source, shares = shared(config.flat)
     held = holdings(source.y, shares, source.num_classes)
     title = f"{config.dataset.name}, partition {config.dataset.partition}, {config.num_clients} clients"
-    lines = [f"{title}, seed {config.seed}", *table(held)]
+    lines = [f"{title}, seed {config.seed}", *table(held), *warnings(held)]
     if out is not None:
         out = out.expanduser()
         try:
@@ -98,6 +98,19 @@ def table(held: Holdings) -> list[str]:
     for name, clients in extremes.items():
         lines += [f"{name}:", *(_row(held, int(client)) for client in clients)]
     return lines
+
+
+def warnings(held: Holdings) -> list[str]:
+    """Say what a run with this partition would suffer from."""
+    empty = int((held.sizes == 0).sum())
+    if not empty:
+        return []
+    text = (
+        f"warning: {empty} of {len(held.sizes)} clients have no training samples and can't train; their entropy and"
+        " distance are nan, and left out of the lines over the clients. Use fewer clients, a larger dataset.alpha or,"
+        " where the partition takes it, a larger dataset.min-size"
+    )
+    return [text]
 
 
 def draw_partition(held: Holdings, title: str = "") -> Figure:

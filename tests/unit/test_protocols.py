@@ -267,6 +267,15 @@ def test_fedcspack_asks_for_less_where_there_is_little():
     assert sizes(shares).min() >= 10  # n / N / 2
 
 
+def test_fedcspack_leaves_nobody_empty():
+    labels = np.array([0, 0, 1, 1, 2])
+    for seed in range(20):
+        assert sizes(share_out(labels, 3, "fedcspack", alpha=1.0, seed=seed)).min() >= 1  # n / N / 2 = 0.83
+    labels = np.arange(60) % 2
+    with pytest.raises(DataError, match="no draw of 1000 that leaves everybody at least 1 sample; use fewer clients"):
+        share_out(labels, 40, "fedcspack", alpha=0.1)
+
+
 def test_fedspu_keeps_three_tenths_for_testing():
     shares = share_out(LABELS, 100, "fedspu", alpha=0.1, min_size=5, test_fraction=0.1, seed=6)
     parts = partition(LABELS, 100, "dirichlet", alpha=0.1, min_size=5, seed=6)

@@ -107,6 +107,17 @@ def test_bars_end_at_the_counts_and_mixes_at_one():
     np.testing.assert_allclose(bottom.patches[-1].get_data().values, [1, 1, 0])
 
 
+def test_empty_clients_are_warned_of():
+    lines = show_partition(["num-clients=200 dataset.min-size=0 dataset.alpha=0.01"]).splitlines()
+    empty = int(lines[-1].split()[1])
+    assert lines[-1].startswith(f"warning: {empty} of 200 clients have no training samples")
+    y = load("digits").y
+    parts = share_out(y, 200, "dirichlet", alpha=0.01, min_size=0, seed=1)
+    assert empty == sum(len(part.train) == 0 for part in parts) > 0
+    assert "nan" in lines[-1]
+    assert not any("warning" in line for line in show_partition(["num-clients=5"]).splitlines())
+
+
 def test_a_wrong_request_is_one_error(tmp_path):
     with pytest.raises(ConfigError, match="num-clients=0: expected 1 or more"):
         show_partition(["num-clients=0"])
