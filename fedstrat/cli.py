@@ -9,8 +9,9 @@ from typing import Annotated
 import typer
 
 from fedstrat.deploy.commands import keys
-from fedstrat.errors import FedstratError
+from fedstrat.errors import ConfigError, FedstratError
 from fedstrat.experiments.commands import compare
+from fedstrat.plainhelp import PlainCommand
 from fedstrat.runs.inprocess import Engine
 
 app = typer.Typer(
@@ -21,7 +22,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.add_typer(keys, name="keys")
-app.command()(compare)
+app.command(cls=PlainCommand)(compare)
 
 
 def main() -> None:
@@ -54,11 +55,11 @@ def options(
     """Federated-learning methods as Flower strategies with their client halves."""
 
 
-@app.command()
+@app.command(cls=PlainCommand)
 def run(
     connection: Annotated[
         str | None,
-        typer.Argument(help="A SuperLink connection of Flower's config.toml; without one: simulate here."),
+        typer.Argument(),
     ] = None,
     config: Annotated[
         list[str] | None,
@@ -86,14 +87,19 @@ def run(
 ) -> None:
     """Run a federation, show a line per round, and print the results folder as the last line.
 
+    CONNECTION is a SuperLink connection of Flower's config.toml, with nodes of its own; without one the clients are
+    simulated here. Settings come with -c, as in -c "algorithm=fedavg num-clients=20".
+
     Ends with 0 only if the run is complete and at least one round succeeded.
     """
+    if connection is not None and "=" in connection:
+        raise ConfigError(f"'{connection}' is no SuperLink connection; did you mean -c \"{connection}\"?")
     from fedstrat.runs.launch import RunRequest, launch  # noqa: PLC0415  (needn't be read for --help)
 
     raise typer.Exit(launch(RunRequest(connection, config or (), app_dir, results_dir, verbose, ray_address, engine)))
 
 
-@app.command()
+@app.command(cls=PlainCommand)
 def report(
     results: Annotated[list[Path], typer.Argument(metavar="RESULTS...", help="Results folders, or folders of them.")],
     out: Annotated[Path, typer.Option("--out", "-o", metavar="FILE", help="The page to write.")] = Path("report.html"),
@@ -107,7 +113,7 @@ def report(
     print(out)
 
 
-@app.command()
+@app.command(cls=PlainCommand)
 def partition(
     config: Annotated[
         list[str] | None,

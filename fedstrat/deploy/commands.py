@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from fedstrat.errors import ConfigError
+from fedstrat.plainhelp import PlainCommand
 
 keys = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Keys and certificates of real nodes.")
 
@@ -13,7 +14,7 @@ _Connection = Annotated[str, typer.Argument(help="A SuperLink connection of Flow
 _Operator = Annotated[Path, typer.Option("--operator", metavar="DIR", help="The keyring's folder 'operator'.")]
 
 
-@keys.command()
+@keys.command(cls=PlainCommand)
 def make(
     folder: Annotated[Path, typer.Argument(help="The keyring; made if it isn't there.")] = Path("keys"),
     nodes: Annotated[int, typer.Option(min=0, help="See to nodes node-1 to node-N.")] = 0,
@@ -42,7 +43,7 @@ def make(
     typer.echo(f"{len(ring.said)} changes in {folder}" if ring.said else f"nothing to do in {folder}")
 
 
-@keys.command()
+@keys.command(cls=PlainCommand)
 def register(connection: _Connection, operator: _Operator = Path("keys/operator")) -> None:
     """Register every node of the keyring with the SuperLink; those that it knows are left alone."""
     from fedstrat.deploy.registration import Operator  # noqa: PLC0415
@@ -51,7 +52,7 @@ def register(connection: _Connection, operator: _Operator = Path("keys/operator"
         typer.echo(line)
 
 
-@keys.command()
+@keys.command(cls=PlainCommand)
 def revoke(
     connection: _Connection,
     node: Annotated[str, typer.Argument(help="Name of the node.")],
@@ -63,7 +64,7 @@ def revoke(
     typer.echo(Operator(operator.expanduser(), connection).revoke(node))
 
 
-@keys.command(name="list")
+@keys.command(name="list", cls=PlainCommand)
 def list_nodes(connection: _Connection, operator: _Operator = Path("keys/operator")) -> None:
     """Show which nodes the SuperLink knows, and which are online."""
     from fedstrat.deploy.registration import Operator  # noqa: PLC0415
@@ -72,7 +73,7 @@ def list_nodes(connection: _Connection, operator: _Operator = Path("keys/operato
         typer.echo(f"{name or '(registered elsewhere)':24} {status:12} {number}")
 
 
-@keys.command()
+@keys.command(cls=PlainCommand)
 def check(
     address: Annotated[str, typer.Argument(metavar="HOST:PORT", help="The SuperLink as a node reaches it.")],
     root_certificates: Annotated[Path, typer.Option(metavar="FILE", help="The authority's ca.crt.")],

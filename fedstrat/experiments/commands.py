@@ -10,7 +10,7 @@ from fedstrat.runs.inprocess import Engine
 
 
 def compare(
-    recipe: Annotated[Path | None, typer.Argument(help="A recipe in TOML; without it: --algorithms.")] = None,
+    recipe: Annotated[Path | None, typer.Argument()] = None,
     algorithms: Annotated[str, typer.Option(help="Algorithms to compare, comma-separated, instead of a recipe.")] = "",
     seeds: Annotated[str, typer.Option(help="Seeds, comma-separated; they replace a recipe's.")] = "",
     grid: Annotated[
@@ -40,6 +40,8 @@ def compare(
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show a line per round of every run.")] = False,
 ) -> None:
     """Run algorithms x settings x seeds one after another and print a table; runs that are finished are kept.
+
+    RECIPE is a recipe in TOML, such as recipes/craft-cifar10-small.toml; without one give --algorithms.
 
     Ends with 0 if every method has a row of scores. Interrupted, the same command goes on where it stopped.
     """

@@ -15,7 +15,9 @@ import pytest
 from flwr.common.config import flatten_dict, parse_config_args
 from hypothesis import given
 from hypothesis import strategies as st
+from typer.testing import CliRunner
 
+from fedstrat.cli import app
 from fedstrat.errors import ConfigError, DataError, RunFailedError, UnknownSettingError
 from fedstrat.runs import capacity, connections, launch, warden
 from fedstrat.runs.flowercli import FlowerCLI, Status
@@ -126,6 +128,22 @@ def test_the_app_is_the_one_here_else_the_checkout(tmp_path, monkeypatch):
     assert launch.find_app(None) == ROOT
     (tmp_path / "pyproject.toml").write_text('[tool.flwr.app.config]\nalgorithm = "craft"\n')
     assert launch.find_app(None) == tmp_path
+
+
+def test_a_forgotten_c_is_said_at_once():
+    result = CliRunner().invoke(app, ["run", "algorithm=fedavg"])
+    assert isinstance(result.exception, ConfigError)
+    assert 'did you mean -c "algorithm=fedavg"?' in str(result.exception)
+
+
+@pytest.mark.parametrize("command", ["run", "compare", "report", "partition", "keys make", "keys check"])
+def test_help_is_plain(command):
+    result = CliRunner().invoke(app, [*command.split(), "--help"])
+    assert result.exit_code == 0
+    assert "\\" not in result.output
+    if command == "run":
+        assert "[default: ray]" in result.output
+        assert "CONNECTION is a SuperLink connection" in result.output
 
 
 # --- how many clients at once -----------------------------------------------------------------------------
