@@ -185,6 +185,15 @@ def read_torchvision(name: str, kind: str, where: Path) -> Raw:
     return Raw(both_x, both_y, len(x), int(both_y.max(initial=-1)) + 1)
 
 
+def has_torchvision(kind: str, where: Path) -> bool:
+    """Return whether a folder holds a whole set in torchvision's layout; reads it, since only that tells."""
+    try:
+        _torchvision_parts(kind, where, download=False)
+    except Exception:  # as in read_torchvision
+        return False
+    return True
+
+
 Part = tuple[NDArray[np.uint8], NDArray[np.int64]]
 
 

@@ -36,7 +36,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedstrat.data import hub, images, text
-from fedstrat.data.files import Raw, read_npz, read_torchvision
+from fedstrat.data.files import Raw, has_torchvision, read_npz, read_torchvision
 from fedstrat.errors import DataError, nearest
 
 
@@ -192,6 +192,19 @@ def load(name: str, directory: str = "", reading: Reading = Reading()) -> Source
 def forget() -> None:
     """Give back the memory of the data sets that :func:`load` keeps."""
     _load.cache_clear()
+
+
+def at_hand(name: str, directory: str = "") -> bool:
+    """Return whether ``load`` would read this set, or refuse it, without any download; touches no network itself.
+
+    Args:
+        name: As for :func:`load`.
+        directory: As for :func:`load`.
+    """
+    if name == "digits" or name not in NAMED:
+        return True
+    where = folder(name, directory)
+    return bool(stamp(name, where)) or has_torchvision(NAMED[name].torchvision, where)
 
 
 def stamp(name: str, where: Path) -> tuple[tuple[str, int, int], ...]:

@@ -24,9 +24,10 @@ def label_counts(config: Mapping[str, Any]) -> np.ndarray:
     clients, name = config.get("num-clients"), str(config.get("dataset.name"))
     if not isinstance(clients, int) or clients < 1:
         raise LookupError("num-clients is 0, so the partition depended on the nodes that were connected")
-    if name != "digits" and not any(sources.folder(name, str(config.get("dataset.dir", ""))).glob("*")):
-        # Nothing is downloaded for a picture.
-        raise LookupError(f"the data set '{name}' isn't in its usual place here ($FEDSTRAT_DATA names another)")
+    directory = str(config.get("dataset.dir", ""))
+    if not sources.at_hand(name, directory):
+        where = sources.folder(name, directory)
+        raise LookupError(f"the data set '{name}' isn't complete in {where}, and nothing is fetched for a picture")
     columns = []
     for client in range(clients):
         own = assign(config, {"partition-id": client, "num-partitions": clients})

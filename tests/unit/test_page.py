@@ -273,11 +273,38 @@ def test_the_partition_is_the_one_that_the_clients_had() -> None:
     assert counts.sum() == 1797
 
 
-def test_data_that_is_not_here_costs_the_picture_and_is_not_fetched(tmp_path: Path) -> None:
-    make_run(tmp_path / "run", **{"dataset.name": "mnist", "dataset.dir": str(tmp_path / "gone")})
-    page = make_page(tmp_path)
-    assert "the data set 'mnist' isn't in its usual place here" in page.text.replace("&#39;", "'")
-    assert not (tmp_path / "gone").exists()
+@pytest.mark.parametrize(
+    ("name", "held"),
+    [("mnist", ()), ("mnist", (".download.lock",)), ("mnist", ("MNIST/raw/train-images-idx3-ubyte",)), ("mnist", None),
+     ("femnist", (".download.lock",)), ("dbpedia14", (".download.lock",))],
+)  # fmt: skip
+def test_data_that_is_not_here_costs_the_picture_and_is_not_fetched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, held: tuple[str, ...] | None
+) -> None:
+    def fetched(*arguments: object) -> None:
+        raise AssertionError(arguments)
+
+    monkeypatch.setattr("fedstrat.data.files._download", fetched)
+    monkeypatch.setattr("fedstrat.data.hub.fetch", fetched)
+    where = tmp_path / "data"
+    for file in held or ():  # what an interrupted download leaves
+        (where / file).parent.mkdir(parents=True, exist_ok=True)
+        (where / file).touch()
+    if held == ():
+        where.mkdir()
+    config = parse({
+        "dataset.name": name, "dataset.dir": str(where), "num-clients": 8, "dataset.partition": "iid",
+        "model.name": "textcnn" if name == "dbpedia14" else "mlp",
+    }).flat  # fmt: skip
+    with pytest.raises(
+        LookupError, match=f"'{name}' isn't complete in {re.escape(str(where))}, and nothing is fetched"
+    ):
+        label_counts(config)
+    assert where.exists() == (held is not None)
+    if name != "dbpedia14":
+        where.mkdir(exist_ok=True)
+        np.savez(where / "train.npz", x=np.zeros((400, 28, 28), np.uint8), y=np.arange(400) % 10)
+        assert label_counts(config).sum() == 400
 
 
 def test_numbers_as_people_read_them() -> None:
