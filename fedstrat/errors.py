@@ -48,6 +48,9 @@ class RunFailedError(FedstratError, RuntimeError):
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Return ``"; did you mean 'x'?"`` for the known name nearest to ``name``, or a full stop."""
-    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
-    return f"; did you mean '{close[0]}'?" if close else "."
+    """Return ``"; did you mean 'x'?"`` for the known name nearest to ``name``, whatever its case, or a full stop."""
+    folded: dict[str, str] = {}
+    for candidate in known:
+        folded.setdefault(candidate.casefold(), candidate)
+    close = difflib.get_close_matches(name.casefold(), list(folded), n=1, cutoff=0.5)
+    return f"; did you mean '{folded[close[0]]}'?" if close else "."

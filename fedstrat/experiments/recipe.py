@@ -4,6 +4,7 @@ A recipe that ``extends`` others holds only what differs: tables are merged key 
 the later stand above the earlier. ``published`` is replaced as a whole: numbers of two tables are never mixed.
 """
 
+import difflib
 import itertools
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
@@ -187,7 +188,7 @@ def _read_merged(path: Path, extended: Sequence[Path]) -> dict[str, Any]:
     try:
         own = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise ConfigError(f"expected a recipe in {path}, but there is no such file") from None
+        raise ConfigError(f"{path}: there is no such file{_nearest_recipe(path)} Expected a recipe in TOML.") from None
     except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"can't read {path} as TOML: {error}") from None
     bases = own.pop("extends", [])
@@ -195,6 +196,16 @@ def _read_merged(path: Path, extended: Sequence[Path]) -> dict[str, Any]:
     for base in [bases] if isinstance(bases, str) else bases:
         merged = _merge(merged, _read_merged(path.parent / str(base), (*extended, path)))
     return _merge(merged, own)
+
+
+def _nearest_recipe(path: Path) -> str:
+    """The recipe that was probably meant: beside where it was looked for, in ``recipes`` here, or in the checkout's."""
+    places = (path.parent, Path("recipes"), Path(__file__).resolve().parents[2] / "recipes")
+    found: dict[str, Path] = {}
+    for recipe in (recipe for place in places for recipe in sorted(place.glob("*.toml"))):
+        found.setdefault(recipe.stem, recipe)
+    close = difflib.get_close_matches(path.name.removesuffix(".toml"), list(found), n=1, cutoff=0.5)
+    return f"; did you mean '{found[close[0]]}'?" if close else "."
 
 
 def _merge(base: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from pydantic.fields import FieldInfo
 from fedstrat.errors import ConfigError, UnknownSettingError, nearest
 from fedstrat.naming import kebab, snake
 from fedstrat.runs.keys import OneOf, RunKeys, Table, algorithms
+from fedstrat.runs.overrides import unknown_key
 
 if TYPE_CHECKING:
     from fedstrat.strategies.base import FedStrategy
@@ -109,7 +110,7 @@ def parse(flat: Mapping[str, Scalar]) -> RunConfig:
         ConfigError: Values of the wrong type, out of range, or at odds with others; each is named.
     """
     table = keys()
-    unknown = [_unknown(name, table) for name in flat if name not in table]
+    unknown = [unknown_key(name, table) for name in flat if name not in table]
     if unknown:
         raise UnknownSettingError("\n".join(unknown))
     wrong = {name for name, value in flat.items() if not _is_choice(table[name], value)}
@@ -257,28 +258,10 @@ def _expected(key: Key, value: object) -> str:
     what = f"{key.type}{f' {key.range}' if key.range else ''}"
     off = f", or {key.off!r} for off" if key.off is not None else ""
     choices = [choice for choice in key.choices if isinstance(choice, str)]
-    hint = nearest(value, choices) if isinstance(value, str) else "."
-    return f"run config: expected '{key.name}' to be {what}{off} ({key.doc}), but got {value!r}{hint}"
-
-
-def _unknown(name: str, table: Mapping[str, Key]) -> str:
-    """One sentence about a key that doesn't exist, with the one that was probably meant."""
-    spelled = kebab(name)
-    inner, _, leaf = spelled.rpartition(".")
-    siblings = [known for known in table if inner and known.startswith(f"{inner}.")]
-    cousins = [known for known in table if known.rpartition(".")[2] == leaf]
-    if spelled in table or not (siblings or cousins):
-        return f"run config: there is no key '{name}'{nearest(spelled, table)}"
-    if siblings:
-        return (
-            f"run config: there is no key '{name}'{nearest(spelled, siblings)}"
-            f" The table '{inner}' holds: {', '.join(known.rpartition('.')[2] for known in siblings)}."
-        )
-    return f"run config: there is no key '{name}'{nearest(spelled, cousins) if inner else _which(cousins)}"
-
-
-def _which(names: list[str]) -> str:
-    return f"; did you mean {' or '.join(repr(name) for name in names)}?"
+    if choices and isinstance(value, str):  # there may be many
+        hint = nearest(value, choices)
+        return f"run config: '{key.name}' can't be {value!r}{hint} Expected '{key.name}' to be {what}{off} ({key.doc})."
+    return f"run config: expected '{key.name}' to be {what}{off} ({key.doc}), but got {value!r}."
 
 
 def _contradictions(config: RunKeys) -> list[str]:

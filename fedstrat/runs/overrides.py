@@ -8,13 +8,17 @@ import contextlib
 import json
 import re
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from fedstrat.errors import ConfigError, UnknownSettingError, nearest
+from fedstrat.naming import kebab
 
 Scalar = bool | int | float | str
 
+_MEANT = {"learning-rate": "lr"}
+"""Words that people use for ours."""
+_OTHER_WORDS = re.compile("|".join(_MEANT))
 _PAIR = re.compile(r"\s*([^\s=]+)=('[^']*'|\"[^\"]*\"|\S*)")
 
 
@@ -60,7 +64,7 @@ def read_pairs(arguments: Sequence[str], defaults: Mapping[str, Scalar]) -> dict
             pairs = {key: _value(key, raw, defaults.get(key)) for key, raw in _split(argument)}
         for key, value in pairs.items():
             if key not in defaults:
-                raise UnknownSettingError(f"run config: there is no key '{key}'{nearest(key, defaults)}")
+                raise UnknownSettingError(unknown_key(key, defaults))
             wants_float = isinstance(defaults[key], float) and type(value) is int
             found[key] = float(value) if wants_float else value
     return found
@@ -74,6 +78,27 @@ def write_toml(flat: Mapping[str, Scalar]) -> str:
         for key, value in flat.items()
     ]
     return "".join(lines).replace("\x7f", "\\u007f")
+
+
+def unknown_key(name: str, table: Iterable[str]) -> str:
+    """One sentence about a key that doesn't exist, with the one that was probably meant."""
+    table = list(table)
+    spelled = _OTHER_WORDS.sub(lambda match: _MEANT[match[0]], kebab(name))
+    inner, _, leaf = spelled.rpartition(".")
+    siblings = [known for known in table if inner and known.startswith(f"{inner}.")]
+    cousins = [known for known in table if known.rpartition(".")[2] == leaf]
+    if spelled in table or not (siblings or cousins):
+        return f"run config: there is no key '{name}'{nearest(spelled, table)}"
+    if siblings:
+        return (
+            f"run config: there is no key '{name}'{nearest(spelled, siblings)}"
+            f" The table '{inner}' holds: {', '.join(known.rpartition('.')[2] for known in siblings)}."
+        )
+    return f"run config: there is no key '{name}'{nearest(spelled, cousins) if inner else _which(cousins)}"
+
+
+def _which(names: list[str]) -> str:
+    return f"; did you mean {' or '.join(repr(name) for name in names)}?"
 
 
 def _split(argument: str) -> list[tuple[str, str]]:

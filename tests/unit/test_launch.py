@@ -90,6 +90,14 @@ def test_an_unknown_key_names_the_nearest():
         read_pairs(["craft.server-rl=1"], DEFAULTS)
 
 
+@pytest.mark.parametrize(
+    ("key", "meant"), [("train.learning-rate", "train.lr"), ("lr", "train.lr"), ("num_clients", "num-clients")]
+)
+def test_a_key_by_another_name_is_understood(key, meant):
+    with pytest.raises(UnknownSettingError, match=rf"no key '{key}'; did you mean '{meant}'\?"):
+        read_pairs([f"{key}=1"], read_app(ROOT))
+
+
 TEXT = st.text(st.characters(blacklist_categories=("Cs",)))
 SCALARS = TEXT | st.booleans() | st.integers(-99, 99) | st.floats(allow_nan=False)
 KEYS = st.from_regex(r"[a-z]+(-[a-z]+)?(\.[0-9])?", fullmatch=True)

@@ -183,3 +183,14 @@ def test_seeds_are_whole_numbers() -> None:
     assert numbers("1, 2,3") == (1, 2, 3)
     with pytest.raises(ConfigError, match="'x'"):
         numbers("1,x")
+
+
+def test_an_unknown_recipe_names_the_nearest(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.toml").touch()
+    with pytest.raises(ConfigError, match=r"^min.toml: there is no such file; did you mean 'mine.toml'\?"):
+        read(Path("min.toml"))
+    with pytest.raises(
+        ConfigError, match=r"no such file; did you mean '.*recipes/craft-cifar10-small.toml'\?"
+    ):
+        read(Path("craft-cifar10-smal"))
