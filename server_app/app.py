@@ -56,7 +56,7 @@ def main(grid: Grid, context: Context) -> None:
     progress, goals = Progress(), Goals(run.target_accuracy, run.patience)
     writers = Writers(run, path)
     if snapshot is not None:
-        _go_back(folder, goals, snapshot.round)
+        _go_back(folder, goals, snapshot.round, run.num_server_rounds)
 
     def on_round(finished: RoundReport) -> None:
         folder.record(finished)
@@ -105,13 +105,20 @@ def main(grid: Grid, context: Context) -> None:
         report.draw(folder.path)
 
 
-def _go_back(folder: RunFolder, goals: Goals, server_round: int) -> None:
+def _go_back(folder: RunFolder, goals: Goals, server_round: int, num_rounds: int) -> None:
     """Forget what came after the round that is resumed from."""
     folder.keep_until(server_round)
     for line in folder.history:
         goals.take(line["round"], line["mean"])
     if goals.reason:
         print(f"the goal was reached before: {goals.reason}", flush=True)
+    if not goals.reason and server_round >= num_rounds:
+        print(
+            f"nothing is left to do: the run has its {server_round} round{'s' * (server_round != 1)};"
+            " resume with a larger num-server-rounds to go on",
+            flush=True,
+        )
+        return
     print(f"resuming after round {server_round}", flush=True)
 
 

@@ -118,7 +118,7 @@ def choose_gpus(device: str, gpu_bytes: Sequence[int]) -> tuple[list[int], str]:
         ConfigError: The device that was asked for isn't here.
     """
     if device == "auto":
-        warning = "found no CUDA device: training on the CPU (train.device=cpu asks for that)"
+        warning = "found no CUDA device: training on the CPU (train.device=cpu silences this)"
         return list(range(len(gpu_bytes))), "" if gpu_bytes else warning
     if not device.startswith("cuda"):
         return [], ""

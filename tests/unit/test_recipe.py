@@ -190,7 +190,5 @@ def test_an_unknown_recipe_names_the_nearest(tmp_path, monkeypatch):
     (tmp_path / "mine.toml").touch()
     with pytest.raises(ConfigError, match=r"^min.toml: there is no such file; did you mean 'mine.toml'\?"):
         read(Path("min.toml"))
-    with pytest.raises(
-        ConfigError, match=r"no such file; did you mean '.*recipes/craft-cifar10-small.toml'\?"
-    ):
+    with pytest.raises(ConfigError, match=r"no such file; did you mean '.*recipes/craft-cifar10-small.toml'\?"):
         read(Path("craft-cifar10-smal"))

@@ -158,13 +158,19 @@ def test_resume_with_other_settings_is_refused_and_leaves_the_run_alone(straight
     assert {path: path.read_bytes() for path in straight.rglob("*") if path.is_file()} == kept
 
 
-def test_a_finished_run_can_be_made_longer(straight: Path, tmp_path: Path) -> None:
+def test_a_finished_run_can_be_made_longer(straight: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = run(tmp_path / "run", num_server_rounds=2)
+    before = rows(folder)
+    run(folder, resume=str(folder), num_server_rounds=2)
+    assert rows(folder) == before
+    out = capsys.readouterr().out
+    assert "nothing is left to do: the run has its 2 rounds; resume with a larger num-server-rounds" in out
+    assert "resuming" not in out
     run(folder, resume=str(folder))
     # What ends a run is evaluated: round 2 was the last then.
     assert [row["round"] for row in rows(folder)] == [1, 2, 3, 4]
     assert load(folder).summary["model_sha256"] == load(straight).summary["model_sha256"]
-    assert json.loads((folder / "config.json").read_text())["resumed"][0]["changed"]["num-server-rounds"] == [2, 4]
+    assert json.loads((folder / "config.json").read_text())["resumed"][1]["changed"]["num-server-rounds"] == [2, 4]
 
 
 def test_a_target_ends_the_run_and_a_resume_of_it_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
