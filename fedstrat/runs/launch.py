@@ -315,8 +315,9 @@ def _federation(num_clients: int) -> str:
 
 def _announce(plan: _Plan) -> None:
     config = plan.config
-    clients = config.num_clients or "any number of"
-    _say(f"{config.algorithm} on {config.dataset.name}: {clients} clients, {config.num_server_rounds} rounds")
+    clients = f"{config.num_clients or 'any number of'} client{'s' * (config.num_clients != 1)}"
+    rounds = f"{config.num_server_rounds} round{'s' * (config.num_server_rounds != 1)}"
+    _say(f"{config.algorithm} on {config.dataset.name}: {clients}, {rounds}")
 
 
 def _say(text: str) -> None:

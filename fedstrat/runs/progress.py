@@ -14,8 +14,9 @@ class Progress:
         """The line of a finished round; call it once per round, in order."""
         self._seconds.append(report.seconds)
         # The first round also starts the engine, which says nothing about the others.
-        told = self._seconds[1:] or self._seconds
-        return round_line(report, seconds_left=sum(told) / len(told) * (report.num_rounds - report.round))
+        told = self._seconds[1:]
+        left = sum(told) / len(told) * (report.num_rounds - report.round) if told else None
+        return round_line(report, seconds_left=left)
 
 
 def round_line(report: RoundReport, *, seconds_left: float | None = None) -> str:
