@@ -43,6 +43,12 @@ def build(path: Path | None, given: Given, app: Path) -> Recipe:
         recipe = replace(recipe, methods=_chosen(recipe, given.algorithms))
     fixed = read_pairs(given.config, defaults)
     grids = dict(_grid(text, defaults) for text in given.grid)
+    for key, flag in (("algorithm", "--algorithms"), ("seed", "--seeds")):
+        if key in fixed or key in grids:
+            given_by = "-c" if key in fixed else "--grid"
+            raise ConfigError(
+                f"{given_by}: '{key}' of a comparison comes from {flag} alone; leave it out of {given_by}"
+            )
     recipe = replace(
         recipe,
         methods=tuple(_changed(method, fixed, grids) for method in recipe.methods),

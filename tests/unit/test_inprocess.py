@@ -50,7 +50,7 @@ def test_a_run_shows_its_rounds_and_at_last_its_folder(tmp_path: Path, capsys: p
 def test_a_failed_run_ends_with_1_and_the_reason(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert launch(request(tmp_path / "run", train__lr=1e38, max_failed_rounds=1)) == 1
     err = capsys.readouterr().err
-    assert "error: the run failed: RunFailedError: 1 failed rounds in a row" in err
+    assert "error: the run failed: RunFailedError: 1 failed round in a row" in err
     assert str(tmp_path / "run" / "run.log") in err
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["status"] == "failed"
     assert "Traceback" in (tmp_path / "run" / "run.log").read_text()

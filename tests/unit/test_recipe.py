@@ -166,7 +166,9 @@ def test_flags_stand_above_the_file(base: Path) -> None:
         (Given(algorithms=("fedavg",), grid=("train.lr",)), "KEY=V1,V2"),
         (Given(algorithms=("fedavg",), grid=("train.rl=1",)), "no key 'train.rl'"),
         (Given(algorithms=("fedavg",), grid=("train.lr=1,2",)), "validation"),
-        (Given(algorithms=("fedavg",), config=("seed=3",)), "'seed'"),
+        (Given(algorithms=("fedavg",), config=("seed=3",)), "^-c: 'seed' of a comparison comes from --seeds alone"),
+        (Given(algorithms=("fedavg",), config=("algorithm=moon",)), "-c: 'algorithm' .* from --algorithms alone"),
+        (Given(algorithms=("fedavg",), grid=("seed=1,2",)), "^--grid: 'seed' .* from --seeds alone"),
     ],
 )
 def test_wrong_flags_are_named(given: Given, complaint: str) -> None:
