@@ -45,6 +45,16 @@ class Run:
         return self.config.get("seed", _MISSING)
 
     @property
+    def started(self) -> str:
+        """When it began, in UTC; "" where that wasn't written down."""
+        return str(self.recorded.config.get("started", ""))
+
+    @property
+    def complete(self) -> bool:
+        """Whether it ended by itself."""
+        return (self.recorded.summary or {}).get("status") == "completed"
+
+    @property
     def status(self) -> str:
         """How it ended, and why, in words."""
         summary, wanted = self.recorded.summary, self.config.get("num-server-rounds")
@@ -52,7 +62,7 @@ class Run:
         after = f"after round {done} of {wanted}" if wanted else f"after round {done}"
         if summary is None:
             return f"still going, or killed: no summary.json; what is shown is the state {after}"
-        if summary.get("status") != "completed":
+        if not self.complete:
             return f"{summary.get('status', 'ended')} {after}: {summary.get('error') or 'no reason was written down'}"
         if isinstance(wanted, int) and done < wanted:
             return f"ended early, {after}: {self._goal() or 'the reason was not written down'}"
@@ -138,7 +148,7 @@ def gather(folders: Iterable[Path]) -> Gathered:
             comparison = comparison if comparison.methods or comparison.published else one
     if not runs:
         raise ConfigError("no run to report on:\n" + "\n".join(problems))
-    groups = _grouped(list(runs.values()), comparison)
+    groups = [_one_a_seed(group, problems) for group in _grouped(list(runs.values()), comparison)]
     chosen = [group for group in groups if comparison.is_chosen(group.config)]
     if not chosen or len(chosen) == len(groups):
         return Gathered(_labelled(groups), tuple(problems), comparison.published)
@@ -196,6 +206,20 @@ def _grouped(runs: list[Run], comparison: Comparison) -> list[Group]:
     groups = [Group("", tuple(sorted(some, key=lambda run: _order(run.seed)))) for some in alike.values()]
     methods = [comparison.method_of(group.config) or {"label": group.algorithm} for group in groups]
     return [replace(group, name=method["label"]) for group, method in zip(groups, methods, strict=True)]
+
+
+def _one_a_seed(group: Group, problems: list[str]) -> Group:
+    """Of the runs of one seed the newest complete one; a run made twice says nothing about other seeds."""
+    newest: dict[str, Run] = {}
+    for run in sorted(group.runs, key=lambda run: (run.complete, run.started)):
+        newest[_text(run.seed)] = run
+    kept = tuple(run for run in group.runs if newest[_text(run.seed)] is run)
+    if others := len(group.runs) - len(kept):
+        problems.append(
+            f"{group.name}: {others} repeated {'runs were' if others > 1 else 'run was'} left out; of runs with one"
+            " seed and equal settings the newest complete one is shown."
+        )
+    return replace(group, runs=kept)
 
 
 def _labelled(groups: list[Group]) -> tuple[Group, ...]:

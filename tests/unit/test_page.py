@@ -213,6 +213,26 @@ def test_of_a_comparison_the_chosen_settings_are_shown_under_its_labels(tmp_path
     assert page.row("Plain, one seed", "1")
 
 
+def test_of_repeated_runs_of_one_seed_the_newest_complete_one_counts(tmp_path: Path) -> None:
+    for name, day, level, end in (
+        ("z", 1, 0.1, True), ("b", 3, 0.5, True), ("a", 2, 0.2, True), ("c", 4, 0.3, False),
+    ):  # fmt: skip
+        run = make_run(tmp_path / name, level=level, end=end, **{"train.device": "cpu" if day == 1 else "auto"})
+        contents = json.loads((run / "config.json").read_text())
+        (run / "config.json").write_text(json.dumps({**contents, "started": f"2026-11-0{day}T00:00:00+00:00"}))
+    make_run(tmp_path / "other", seed=2, level=0.5)
+    found = gather([tmp_path])
+    assert [run.recorded.path.name for group in found.groups for run in group.runs] == ["b", "other"]
+    assert any("fedavg: 3 repeated runs were left out" in problem for problem in found.problems)
+    for name in ("z", "a", "c", "other"):
+        shutil.rmtree(tmp_path / name)
+    make_run(tmp_path / "again", level=0.1, end=False)
+    page = make_page(tmp_path)
+    assert page.row("fedavg", "1")[2] == f"{json.loads((tmp_path / 'b/summary.json').read_text())['final']['mean']:.3f}"
+    assert "1 repeated run was left out" in page.text
+    assert "still going" not in page.text
+
+
 def test_broken_and_unfinished_folders_cost_a_sentence(tmp_path: Path) -> None:
     make_run(tmp_path / "good")
     make_run(tmp_path / "going", "craft", end=False, rounds=2)
