@@ -55,11 +55,19 @@ class Run:
         return (self.recorded.summary or {}).get("status") == "completed"
 
     @property
+    def usable(self) -> bool:
+        """Whether it has a model to speak of: it didn't fail, and a round of it succeeded."""
+        failed = (self.recorded.summary or {}).get("status") == "failed"
+        return not failed and any(line["aggregated"] for line in self.history)
+
+    @property
     def status(self) -> str:
         """How it ended, and why, in words."""
         summary, wanted = self.recorded.summary, self.config.get("num-server-rounds")
         done = self.history[-1]["round"] if self.history else 0
         after = f"after round {done} of {wanted}" if wanted else f"after round {done}"
+        if summary is None and not self.history:
+            return "still going, or killed before its first round ended"
         if summary is None:
             return f"still going, or killed: no summary.json; what is shown is the state {after}"
         if not self.complete:
@@ -148,7 +156,10 @@ def gather(folders: Iterable[Path]) -> Gathered:
             comparison = comparison if comparison.methods or comparison.published else one
     if not runs:
         raise ConfigError("no run to report on:\n" + "\n".join(problems))
-    groups = [_one_a_seed(group, problems) for group in _grouped(list(runs.values()), comparison)]
+    usable = [run for run in runs.values() if run.usable]
+    if usable:  # else the page tells of what there is
+        problems += _unusable([run for run in runs.values() if not run.usable])
+    groups = [_one_a_seed(group, problems) for group in _grouped(usable or list(runs.values()), comparison)]
     chosen = [group for group in groups if comparison.is_chosen(group.config)]
     if not chosen or len(chosen) == len(groups):
         return Gathered(_labelled(groups), tuple(problems), comparison.published)
@@ -208,6 +219,18 @@ def _grouped(runs: list[Run], comparison: Comparison) -> list[Group]:
     return [replace(group, name=method["label"]) for group, method in zip(groups, methods, strict=True)]
 
 
+def _unusable(runs: list[Run]) -> list[str]:
+    if not runs:
+        return []
+    reasons: dict[str, list[str]] = {}
+    for run in runs:
+        reason = "no round of it succeeded" if run.status == "completed" else " ".join(run.status.split())
+        who = f"{run.config.get('algorithm', 'run')}, seed {run.seed} ({run.recorded.path.name})"
+        reasons.setdefault(reason if len(reason) <= 300 else f"{reason[:299]}…", []).append(who)
+    told = "; ".join(f"{', '.join(who)}: {reason.rstrip('.')}" for reason, who in reasons.items())
+    return [f"{len(runs)} run{'s have' if len(runs) > 1 else ' has'} no row and no curve here. {told}."]
+
+
 def _one_a_seed(group: Group, problems: list[str]) -> Group:
     """Of the runs of one seed the newest complete one; a run made twice says nothing about other seeds."""
     newest: dict[str, Run] = {}
@@ -229,8 +252,14 @@ def _labelled(groups: list[Group]) -> tuple[Group, ...]:
 def _label(group: Group, groups: list[Group]) -> str:
     rivals = [other for other in groups if other.name == group.name]
     table = f"{group.algorithm}."
-    told = [f"{name.removeprefix(table)} {_shown(group.config.get(name, _MISSING))}" for name in differing(rivals)]
-    return ", ".join([group.name, *told])
+    names = {str(other.config.get("dataset.name")) for other in groups}
+    data = [str(group.config.get("dataset.name"))] if len(names) > 1 else []
+    told = [
+        f"{name.removeprefix(table)} {_shown(group.config.get(name, _MISSING))}"
+        for name in differing(rivals)
+        if not data or name != "dataset.name"
+    ]
+    return ", ".join([group.name, *data, *told])
 
 
 def _text(value: Any) -> str:

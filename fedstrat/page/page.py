@@ -10,7 +10,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from fedstrat.errors import ConfigError
-from fedstrat.page import charts, figures, partition, tables
+from fedstrat.page import charts, figures, partition, ranks, tables
 from fedstrat.page.gather import Gathered, Group, gather
 from fedstrat.page.numbers import mean_of, spread
 
@@ -57,7 +57,7 @@ def render(gathered: Gathered, *, title: str = "") -> str:
 
 
 def _contents(gathered: Gathered) -> dict[str, Any]:
-    groups = gathered.groups
+    groups = [group for alike in ranks.comparable(gathered.groups) for group in alike]
     shown = _drawn(groups)
     pictures, without_picture = partition.pictures(groups)
     runs = [run for group in groups for run in group.runs]
@@ -72,8 +72,9 @@ def _contents(gathered: Gathered) -> dict[str, Any]:
             *gathered.problems,
             *(f"{group.label}, seed {run.seed}: {run.status.rstrip('.')}." for group, run in early),
         ],
-        "omitted": f"Curves show the {len(shown)} best of {len(groups)} settings by final mean accuracy; the tables"
-        " hold all." if len(shown) < len(groups) else "",
+        "omitted": f"Curves show the {len(shown)} best of {len(groups)} settings by final mean accuracy"
+        f"{', as many of each kind that may be ranked' if ranks.unlike(groups) else ''}; the tables hold all."
+        if len(shown) < len(groups) else "",
         "bands": any(len(group.runs) > 1 for group in shown),
         "legend": legend if len(legend) > 1 else [],
         "results": [tables.results(groups), *several],
@@ -144,8 +145,13 @@ def _sharpness_curve(groups: Sequence[Group]) -> charts.Chart | None:
 def _drawn(groups: Sequence[Group]) -> Sequence[Group]:
     if len(groups) <= figures.MOST_CURVES:
         return groups
-    ranked = sorted(groups, key=_final, reverse=True)[: figures.MOST_CURVES]
-    return [group for group in groups if group in ranked]
+    ranked = [
+        (place, group)
+        for alike in ranks.comparable(groups)
+        for place, group in enumerate(sorted(alike, key=_final, reverse=True))
+    ]
+    kept = [group for _, group in sorted(ranked, key=lambda found: found[0])[: figures.MOST_CURVES]]
+    return [group for group in groups if group in kept]
 
 
 def _final(group: Group) -> float:
@@ -158,6 +164,8 @@ def _lead(groups: Sequence[Group]) -> str:
     scored = [group for group in groups if _final(group) >= 0.0]
     if not scored:
         return "No round of these runs was evaluated."
+    if unlike := ranks.unlike(scored):
+        return _lead_apart(scored, unlike)
     best, *others = sorted(scored, key=_final, reverse=True)
     scores = {name: _told(best, name) for name in ("mean", "worst10")}
     who = f"Highest at the end: {best.label}, with a" if others else "The global model ends with a"
@@ -166,6 +174,22 @@ def _lead(groups: Sequence[Group]) -> str:
         f"{who} mean test accuracy of {scores['mean']} over clients; the worst tenth of the clients have"
         f" {scores['worst10']}.{next_best}"
     )
+
+
+def _lead_apart(groups: Sequence[Group], unlike: Sequence[str]) -> str:
+    """What came out where not all groups may be ranked together."""
+    told = " and ".join([", ".join(unlike[:-1]), unlike[-1]] if len(unlike) > 1 else unlike)
+    several = [alike for alike in ranks.comparable(groups) if len(alike) > 1]
+    if not several:
+        return f"These runs differ in {told}, so none is ranked above another."
+    sentences = [f"These runs differ in {told}; only those equal in {'these' if len(unlike) > 1 else 'it'} are ranked."]
+    for alike in several[:3]:
+        best, second = sorted(alike, key=_final, reverse=True)[:2]
+        sentences.append(
+            f"{ranks.basis_in_words(best, unlike)}: highest at the end {best.label}, with a mean test accuracy of"
+            f" {_told(best, 'mean')} over clients; next {second.label} with {_told(second, 'mean')}."
+        )
+    return " ".join(sentences)
 
 
 def _told(group: Group, name: str) -> str:

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from fedstrat.page import ranks
 from fedstrat.page.charts import final_sharpness
 from fedstrat.page.gather import IGNORED, Group, Run, differing
 from fedstrat.page.numbers import NONE, duration, mean_of, significant, size, spread, traffic
@@ -61,14 +62,18 @@ def results(groups: Sequence[Group]) -> Table:
     best: set[tuple[int, int]] = set()
     for column, name in enumerate(names, start=2):
         means = [mean_of([line.get(name) for line in lines]) for lines in finals]
-        known = [mean for mean in means if mean is not None]
-        if len(set(known)) > 1:
-            wanted = min(known) if name in ("std", "loss") else max(known)
-            best |= {(row, column) for row, mean in enumerate(means) if mean == wanted}
+        for alike in ranks.comparable(groups):
+            known = {row: mean for row, mean in enumerate(means) if groups[row] in alike and mean is not None}
+            if len(set(known.values())) > 1:
+                wanted = min(known.values()) if name in ("std", "loss") else max(known.values())
+                best |= {(row, column) for row, mean in known.items() if mean == wanted}
     caption = (
         "Test accuracy of the global model in the last evaluation. Mean, best and worst: over clients, each on its own"
         " test data. ± is the standard deviation over seeds."
     )
+    if best:
+        among = " among runs with equal data set, partition and number of rounds" if ranks.unlike(groups) else ""
+        caption += f" Bold: the best of a column{among}."
     return Table(caption, ["", "seeds", *_SCORES.values()], rows, frozenset(best))
 
 

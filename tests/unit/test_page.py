@@ -233,6 +233,49 @@ def test_of_repeated_runs_of_one_seed_the_newest_complete_one_counts(tmp_path: P
     assert "still going" not in page.text
 
 
+def bold(page: Page) -> list[str]:
+    """The cells in bold of the results' first column of scores, with their rows' titles."""
+    rows = re.findall(r'<th scope="row">([^<]*)</th><td>[^<]*</td><td( class="best")?>', page.text)
+    return [title for title, best in rows if best]
+
+
+def test_only_runs_on_equal_data_after_as_many_rounds_are_ranked(tmp_path: Path) -> None:
+    make_run(tmp_path / "a", "fedavg", level=0.3)
+    make_run(tmp_path / "b", "craft", level=0.4)
+    make_run(tmp_path / "c", "fedprox", level=0.6, **{"dataset.name": "mnist", "dataset.dir": str(tmp_path / "no")})
+    make_run(tmp_path / "d", "fedsam", level=0.1, rounds=8, **{"num-server-rounds": 8})
+    page = make_page(tmp_path)
+    lead = re.search(r'<p class="lead">([^<]*)', page.text)
+    assert lead is not None
+    assert lead[1].startswith("These runs differ in data set and number of rounds; only those equal in these are")
+    assert "digits, 4 rounds: highest at the end craft" in lead[1]
+    assert "next fedavg" in lead[1]
+    assert "fedprox" not in lead[1]
+    assert "fedsam" not in lead[1]
+    assert bold(page) == ["craft, digits"]
+    assert "among runs with equal data set" in page.text
+    shutil.rmtree(tmp_path / "b")
+    page = make_page(tmp_path)
+    assert "so none is ranked above another" in page.text
+    assert bold(page) == []
+    alone = make_page(tmp_path, tmp_path / "a", tmp_path / "a")
+    assert "The global model ends with" in alone.text
+
+
+def test_failed_runs_take_no_rows(tmp_path: Path) -> None:
+    make_run(tmp_path / "good", "craft")
+    for seed in (1, 2):
+        run = make_run(tmp_path / f"bad{seed}", "fedavg", seed, rounds=seed, end=False)
+        RunFolder.reopened(gather([run]).groups[0].runs[0].recorded).finish("failed", error="no data\nat all.")
+    make_run(tmp_path / "none", "scaffold", rounds=0)
+    found = gather([tmp_path])
+    assert [group.label for group in found.groups] == ["craft"]
+    assert len(found.problems) == 1
+    for said in ("3 runs have no row", "fedavg, seed 1 (bad1): failed after round 1 of 4: no data at all;",
+                 "scaffold, seed 1 (none): ended early, after round 0"):  # fmt: skip
+        assert said in found.problems[0]
+
+
 def test_broken_and_unfinished_folders_cost_a_sentence(tmp_path: Path) -> None:
     make_run(tmp_path / "good")
     make_run(tmp_path / "going", "craft", end=False, rounds=2)
@@ -252,7 +295,8 @@ def test_broken_and_unfinished_folders_cost_a_sentence(tmp_path: Path) -> None:
     assert "craft, seed 1: still going, or killed: no summary.json; what is shown is the state after round 2 of 4" in (
         page.text
     )
-    assert "scaffold, seed 1: still going" in page.text
+    assert "scaffold, seed 1 (empty): still going" in page.text
+    assert not [row for row in page.rows if row[0] == "scaffold"]
     assert page.row("fedprox", "1")[2] != "–"
     with pytest.raises(ConfigError, match="no run to report on"):
         write([tmp_path / "nothing"], tmp_path / "page.html")
