@@ -20,6 +20,7 @@ IGNORED = frozenset({
 """Keys of the run config in which the runs of a group may differ: they don't say what is computed."""
 
 _MISSING = "–"
+_COUNTS = {"num-server-rounds": "rounds", "num-clients": "clients"}
 
 
 @dataclass(frozen=True)
@@ -250,16 +251,37 @@ def _labelled(groups: list[Group]) -> tuple[Group, ...]:
 
 
 def _label(group: Group, groups: list[Group]) -> str:
+    """The name, the data set where there are several, and of the settings only what tells the group apart."""
+    told = []
+    if len({_text(other.config.get("dataset.name")) for other in groups}) > 1:
+        told.append("dataset.name")
     rivals = [other for other in groups if other.name == group.name]
-    table = f"{group.algorithm}."
-    names = {str(other.config.get("dataset.name")) for other in groups}
-    data = [str(group.config.get("dataset.name"))] if len(names) > 1 else []
-    told = [
-        f"{name.removeprefix(table)} {_shown(group.config.get(name, _MISSING))}"
-        for name in differing(rivals)
-        if not data or name != "dataset.name"
-    ]
-    return ", ".join([group.name, *data, *told])
+    told = _telling(rivals, told)
+    ends = [name.rpartition(".")[2] for name in told]
+    words = []
+    for name, end in zip(told, ends, strict=True):
+        value = _shown(group.config.get(name, _MISSING))
+        if name == "dataset.name":
+            words.append(value)
+        elif name in _COUNTS:
+            words.append(f"{value} {_COUNTS[name]}")
+        else:
+            words.append(f"{name if ends.count(end) > 1 else end} {value}")
+    return ", ".join([group.name, *words])
+
+
+def _telling(rivals: list[Group], told: list[str]) -> list[str]:
+    """Add settings, each time the one that tells most rivals apart, until all are told apart."""
+
+    def kinds(names: list[str]) -> int:
+        return len({tuple(_text(rival.config.get(name, _MISSING)) for name in names) for rival in rivals})
+
+    left = [name for name in differing(rivals) if name not in told]
+    while left and kinds(told) < len(rivals):
+        best = max(left, key=lambda name: kinds([*told, name]))
+        left.remove(best)
+        told = [*told, best]
+    return told
 
 
 def _text(value: Any) -> str:

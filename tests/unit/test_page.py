@@ -142,13 +142,35 @@ def test_settings_that_differ_come_first_and_name_the_groups(tmp_path: Path) -> 
     make_run(tmp_path / "other", "fedavg", 1)
     page = make_page(tmp_path)
     assert page.row("", "train.lr") == ["", "train.lr"]
-    for label, rate in (("craft, train.lr 0.1", "0.1"), ("craft, train.lr 0.5", "0.5"), ("fedavg", "0.05")):
+    for label, rate in (("craft, lr 0.1", "0.1"), ("craft, lr 0.5", "0.5"), ("fedavg", "0.05")):
         assert page.row(label, rate) == [label, rate]
     assert page.row("num-clients") == ["num-clients", "8"]
     text = " ".join(page.words)
     assert text.index("train.lr") < text.index("num-clients")
     assert "reference-decay 0.9" in text  # CRAFT's own
     assert "fedprox" not in text  # nobody runs FedProx
+
+
+@pytest.mark.parametrize(
+    ("settings", "labels"),
+    [
+        # One key tells them apart; the others that differ are in the table of settings alone.
+        (({"train.lr": 0.1, "train.local-epochs": 1, "dataset.alpha": 0.5}, {"train.lr": 0.5, "train.local-epochs": 2}),
+         ["craft, alpha 0.5", "craft, alpha 0.1"]),
+        (({"train.lr": 0.1, "train.local-epochs": 1}, {"train.lr": 0.2, "train.local-epochs": 1},
+          {"train.lr": 0.2, "train.local-epochs": 2}),
+         ["craft, local-epochs 1, lr 0.1", "craft, local-epochs 1, lr 0.2", "craft, local-epochs 2, lr 0.2"]),
+        (({"num-server-rounds": 4}, {"num-server-rounds": 9}), ["craft, 4 rounds", "craft, 9 rounds"]),
+        (({}, {"dataset.name": "mnist"}, {"dataset.name": "mnist", "train.lr": 0.5}),
+         ["craft, digits, lr 0.05", "craft, mnist, lr 0.05", "craft, mnist, lr 0.5"]),
+    ],
+)  # fmt: skip
+def test_labels_hold_what_tells_groups_apart_and_no_more(
+    tmp_path: Path, settings: tuple[dict[str, Any], ...], labels: list[str]
+) -> None:
+    for place, config in enumerate(settings):
+        make_run(tmp_path / str(place), "craft", **{"dataset.alpha": 0.1, **config})
+    assert [group.label for group in gather([tmp_path]).groups] == labels
 
 
 def test_markup_in_names_stays_text(tmp_path: Path) -> None:
