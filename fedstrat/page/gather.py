@@ -9,6 +9,7 @@ from typing import Any
 from fedstrat.errors import ConfigError, FedstratError
 from fedstrat.page.comparison import Comparison
 from fedstrat.page.comparison import read as read_comparison
+from fedstrat.runs.follow import LOG_NAME
 from fedstrat.runs.goals import Goals
 from fedstrat.runs.history import Recorded, load
 from fedstrat.runs.keys import algorithms
@@ -140,7 +141,14 @@ def gather(folders: Iterable[Path]) -> Gathered:
     comparison = Comparison()
     for folder in folders:
         found = _run_folders(folder)
-        if not found:
+        logs = [] if found == [folder] else _folders_with(folder, LOG_NAME)
+        lone = [path for path in logs if not (path / "config.json").is_file()]
+        problems += [
+            f"{path} was left out: it has {LOG_NAME} but no config.json, so the run ended before it began, or is just"
+            f" beginning; the end of {LOG_NAME} tells which."
+            for path in lone
+        ]
+        if not found and not lone:
             problems.append(f"{folder} holds no run: there is no config.json in it or below it.")
         for path in found:
             try:
@@ -186,7 +194,11 @@ def differing(groups: Iterable[Group], among: Iterable[str] = ()) -> list[str]:
 def _run_folders(folder: Path) -> list[Path]:
     if (folder / "config.json").is_file():
         return [folder]
-    return sorted(path.parent for path in folder.rglob("config.json"))
+    return _folders_with(folder, "config.json")
+
+
+def _folders_with(folder: Path, name: str) -> list[Path]:
+    return sorted(path.parent for path in folder.rglob(name))
 
 
 def _read(path: Path) -> Run:

@@ -298,6 +298,19 @@ def test_failed_runs_take_no_rows(tmp_path: Path) -> None:
         assert said in found.problems[0]
 
 
+def test_a_folder_with_a_log_alone_costs_a_sentence(tmp_path: Path) -> None:
+    (make_run(tmp_path / "good") / "run.log").touch()
+    for place in ("r/early", "r/deeper/early"):
+        (tmp_path / place).mkdir(parents=True)
+        (tmp_path / place / "run.log").write_text("Error: no such data")
+    found = gather([tmp_path])
+    assert [problem.split(": ")[0] for problem in found.problems] == [
+        f"{tmp_path / place} was left out" for place in ("r/deeper/early", "r/early")
+    ]
+    with pytest.raises(ConfigError, match=r"early was left out: it has run\.log but no config\.json"):
+        gather([tmp_path / "r" / "early"])
+
+
 def test_broken_and_unfinished_folders_cost_a_sentence(tmp_path: Path) -> None:
     make_run(tmp_path / "good")
     make_run(tmp_path / "going", "craft", end=False, rounds=2)
