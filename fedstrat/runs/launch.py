@@ -8,7 +8,7 @@ import contextlib
 import os
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -131,7 +131,8 @@ def _plan(request: RunRequest) -> _Plan:
         connections.check_trust(connections.settings(connections.flwr_home(), request.connection))
     app = find_app(request.app)
     defaults = read_app(app)
-    given = read_pairs(request.pairs, defaults) | dict(request.settings)
+    pairs = read_pairs(request.pairs, defaults)
+    given = pairs | dict(request.settings)
     if given.get("resume"):
         folder = Path(str(given["resume"])).expanduser()
         if request.connection is None:  # else it may lie on another machine
@@ -143,7 +144,18 @@ def _plan(request: RunRequest) -> _Plan:
     config = check(defaults, given)
     if request.connection is None and config.num_clients:
         _check_clients(config, app, defaults, request.engine)
+    if unread := [name for name in _of_others(config, pairs) if pairs[name] != defaults[name]]:
+        complain("warning", f"the algorithm is {config.algorithm}, which doesn't read {', '.join(unread)}")
     return _Plan(app, config, given, request.verbose, request.folder)
+
+
+def _of_others(config: "RunConfig", names: Iterable[str]) -> list[str]:
+    """Those of the keys that belong to algorithms which take no part in the run."""
+    from fedstrat.runs.keys import algorithms  # noqa: PLC0415  (imports torch)
+
+    used = {config.algorithm, config.flat.get(f"{config.algorithm}.aggregator")}
+    unused = tuple(f"{name}." for name in algorithms() if name not in used)
+    return [name for name in names if name.startswith(unused)]
 
 
 def _check_clients(config: "RunConfig", app: Path, defaults: Mapping[str, Scalar], engine: Engine) -> None:

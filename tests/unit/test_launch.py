@@ -437,6 +437,23 @@ def test_what_every_client_would_fail_at_is_found_before_the_start(tmp_path, mon
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize(
+    ("pairs", "unread"),
+    [
+        ("algorithm=fedavg craft.server-lr=0.3 fedprox.mu=0.7 train.lr=0.2", "craft.server-lr, fedprox.mu"),
+        ("algorithm=fedavg craft.server-lr=0.1", ""),  # the default
+        ("algorithm=craft craft.server-lr=0.3", ""),
+        ("algorithm=ditto ditto.aggregator=craft craft.server-lr=0.3", ""),
+        ("algorithm=ditto ditto.aggregator=fedavg craft.server-lr=0.3", "craft.server-lr"),
+    ],
+)
+def test_settings_of_another_algorithm_are_named(capsys, pairs, unread):
+    launch._plan(launch.RunRequest(pairs=[pairs], app=ROOT))
+    algorithm = pairs.split()[0].removeprefix("algorithm=")
+    expected = f"warning: the algorithm is {algorithm}, which doesn't read {unread}\n" if unread else ""
+    assert capsys.readouterr().err == expected
+
+
 def test_an_app_with_data_of_its_own_and_real_nodes_are_not_asked_for_ours(tmp_path, monkeypatch):
     (tmp_path / "pyproject.toml").write_text('[tool.flwr.app.config]\nalgorithm = "fedavg"\nnum-clients = 5000\n')
     assert launch._plan(launch.RunRequest(app=tmp_path)).config.num_clients == 5000
