@@ -18,8 +18,9 @@ from matplotlib.ticker import MaxNLocator
 from fedstrat.runs.report import figure_of
 
 _INK, _RULE, _PAPER = "#010203", "#040506", "#070809"
-# Okabe and Ito's palette, which colour-blind readers can tell apart; the page lightens it where it is dark.
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+# Okabe and Ito's palette, which colour-blind readers can tell apart, without its second blue and its yellow, and
+# with its black as a slate of its own; the page lightens it where it is dark.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#2B3138")
 DASHES = ("solid", "dashed", "dotted", "dashdot")
 MOST_CURVES = len(COLOURS) * 3
 _STYLE: dict[Any, Any] = {
@@ -46,7 +47,9 @@ _THEMED = {_INK: "currentColor", _RULE: "var(--rule)", _PAPER: "var(--paper)"} |
 
 def look(index: int) -> tuple[str, str]:
     """Colour and line style of the group at this place."""
-    return COLOURS[index % len(COLOURS)], DASHES[index // len(COLOURS) % len(DASHES)]
+    row, column = divmod(index, len(COLOURS))
+    # Each row of dashes begins half-way round the colours, so that a colour's two styles aren't near each other.
+    return COLOURS[(column + row * len(COLOURS) // 2) % len(COLOURS)], DASHES[row % len(DASHES)]
 
 
 @contextmanager

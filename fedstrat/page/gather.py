@@ -115,7 +115,7 @@ class Gathered:
     """Everything that a page is made of.
 
     Attributes:
-        groups: In the order in which their first runs were named.
+        groups: In the order of a comparison's methods, else in which their first runs were named.
         problems: Sentences about folders that couldn't be used.
         published: Published numbers beside ours: {"source": ..., "rows": {label: {metric: value}}}; {} without.
         note: What was left out on purpose, and why; empty where nothing was.
@@ -229,7 +229,9 @@ def _grouped(runs: list[Run], comparison: Comparison) -> list[Group]:
         alike.setdefault(_text(_deciding(run.config)), []).append(run)
     groups = [Group("", tuple(sorted(some, key=lambda run: _order(run.seed)))) for some in alike.values()]
     methods = [comparison.method_of(group.config) or {"label": group.algorithm} for group in groups]
-    return [replace(group, name=method["label"]) for group, method in zip(groups, methods, strict=True)]
+    named = [replace(group, name=method["label"]) for group, method in zip(groups, methods, strict=True)]
+    places = {method["label"]: place for place, method in enumerate(comparison.methods)}
+    return sorted(named, key=lambda group: places.get(group.name, len(places)))
 
 
 def _unusable(runs: list[Run]) -> list[str]:

@@ -62,7 +62,10 @@ def _contents(gathered: Gathered) -> dict[str, Any]:
     pictures, without_picture = partition.pictures(groups)
     runs = [run for group in groups for run in group.runs]
     early = [(group, run) for group in groups for run in group.runs if run.status != "completed"]
-    legend = [(group.label, *figures.look(place)) for place, group in enumerate(shown)]
+    looks = [figures.look(place) for place in range(len(shown))]
+    legend = [
+        (group.label, figures.COLOURS.index(colour), dash) for group, (colour, dash) in zip(shown, looks, strict=True)
+    ]
     several = [table for table in (tables.personal(groups),) if table]
     return {
         "lead": _lead(groups),

@@ -1,5 +1,6 @@
 """The page of `fedstrat report`: what it holds, what it leaves out, and that it needs nothing but itself."""
 
+import colorsys
 import json
 import re
 import shutil
@@ -17,7 +18,7 @@ from fedstrat.data.clients import assign
 from fedstrat.errors import ConfigError
 from fedstrat.metrics.fairness import fairness
 from fedstrat.metrics.rounds import RoundReport, Traffic
-from fedstrat.page import numbers
+from fedstrat.page import figures, numbers
 from fedstrat.page.gather import gather
 from fedstrat.page.page import write
 from fedstrat.page.partition import label_counts
@@ -233,6 +234,11 @@ def test_of_a_comparison_the_chosen_settings_are_shown_under_its_labels(tmp_path
     ours = page.row("Plain", "2")
     assert page.row("Plain", "0.9") == ["Plain", "0.9", ours[2]]
     assert page.row("Plain, one seed", "1")
+    recipe["methods"].reverse()  # type: ignore[attr-defined]
+    for methods in (["Plain, one seed", "Plain"], ["Plain", "Plain, one seed"]):
+        (tmp_path / "recipe.json").write_text(json.dumps(recipe))
+        assert [group.label for group in gather([tmp_path]).groups] == methods
+        recipe["methods"].reverse()  # type: ignore[attr-defined]
 
 
 def test_of_repeated_runs_of_one_seed_the_newest_complete_one_counts(tmp_path: Path) -> None:
@@ -404,6 +410,28 @@ def test_data_that_is_not_here_costs_the_picture_and_is_not_fetched(
         where.mkdir(exist_ok=True)
         np.savez(where / "train.npz", x=np.zeros((400, 28, 28), np.uint8), y=np.arange(400) % 10)
         assert label_counts(config).sum() == 400
+
+
+def test_series_look_unlike_their_neighbours(tmp_path: Path) -> None:
+    looks = [figures.look(place) for place in range(figures.MOST_CURVES)]
+    assert len(set(looks)) == len(looks)
+
+    def hue(colour: str) -> float:
+        return colorsys.rgb_to_hsv(*(int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)))[0]
+
+    for place, (colour, _) in enumerate(looks):
+        for other, _ in looks[place + 1 : place + 3]:
+            # Slate, grey to the eye, is unlike every colour.
+            assert "#2B3138" in (colour, other) or abs(hue(colour) - hue(other)) > 0.03, (colour, other)
+    for place in range(8):
+        make_run(tmp_path / str(place), **{"train.lr": 0.01 * (place + 1)})
+    page = make_page(tmp_path)
+    for place in range(8):
+        colour, dash = looks[place]
+        line = (
+            f'style="stroke: var(--c{figures.COLOURS.index(colour)})" class="{dash}"/></svg>fedavg, lr 0.0{place + 1}<'
+        )
+        assert line in page.text
 
 
 def test_numbers_as_people_read_them() -> None:
