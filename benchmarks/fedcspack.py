@@ -211,6 +211,7 @@ def draw(path: Path, runs: list[dict[str, Any]]) -> None:
     """
     mpl.use("Agg")
     import matplotlib.pyplot as plt  # noqa: PLC0415  # after the choice of a backend without a window
+    from matplotlib.ticker import NullFormatter  # noqa: PLC0415
 
     figure, axes = plt.subplots(len(ROUNDS), 2, figsize=(11, 4.2 * len(ROUNDS)), layout="constrained", squeeze=False)
     for line, rounds in zip(axes, ROUNDS, strict=True):
@@ -225,7 +226,15 @@ def draw(path: Path, runs: list[dict[str, Any]]) -> None:
                 spread = [[mean - min(values)], [max(values) - mean]]
                 ax.errorbar(megabytes, mean, spread, fmt="o", color=colour, capsize=2, label=f"{number}  {label}")
                 ax.annotate(str(number), (megabytes, mean), xytext=(5, 4), textcoords="offset points", fontsize=8)
-            ax.set(xscale="log", xlabel="MB, both ways", ylabel=f"{score} accuracy", title=f"after {rounds} rounds")
+            ax.set(
+                xscale="log",
+                xlim=(3, 300),
+                xlabel="MB, both ways",
+                ylabel=f"{score} accuracy",
+                title=f"after {rounds} rounds",
+            )
+            ax.set_xticks([5, 10, 20, 50, 100, 200], ["5", "10", "20", "50", "100", "200"])
+            ax.xaxis.set_minor_formatter(NullFormatter())
             ax.grid(visible=True, which="both", alpha=0.25)
     handles, labels = axes[-1][0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=2, fontsize=8, frameon=False)
