@@ -242,8 +242,8 @@ class FedStrategy(ServerHalf[State, Up], Strategy):
         logger.warning("round %d: no update (%s); model and state stay as they were", server_round, why)
         if self.failed_rounds >= self.max_failed_rounds:
             raise RunFailedError(
-                f"{self.failed_rounds} failed round{'s' * (self.failed_rounds > 1)} in a row, the last in round {server_round}: {why};"
-                f" {self.failure_reasons()}"
+                f"{self.failed_rounds} failed round{'s' * (self.failed_rounds > 1)} in a row, the last in"
+                f" round {server_round}: {why}; {self.failure_reasons()}"
             )
         return None, None
 
