@@ -241,7 +241,7 @@ def _unusable(runs: list[Run]) -> list[str]:
     for run in runs:
         reason = "no round of it succeeded" if run.status == "completed" else " ".join(run.status.split())
         who = f"{run.config.get('algorithm', 'run')}, seed {run.seed} ({run.recorded.path.name})"
-        reasons.setdefault(reason if len(reason) <= 300 else f"{reason[:299]}…", []).append(who)
+        reasons.setdefault(reason if len(reason) <= 200 else f"{reason[:199]}…", []).append(who)
     told = "; ".join(f"{', '.join(who)}: {reason.rstrip('.')}" for reason, who in reasons.items())
     return [f"{len(runs)} run{'s have' if len(runs) > 1 else ' has'} no row and no curve here. {told}."]
 

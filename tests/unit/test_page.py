@@ -234,11 +234,11 @@ def test_of_a_comparison_the_chosen_settings_are_shown_under_its_labels(tmp_path
     ours = page.row("Plain", "2")
     assert page.row("Plain", "0.9") == ["Plain", "0.9", ours[2]]
     assert page.row("Plain, one seed", "1")
-    recipe["methods"].reverse()  # type: ignore[attr-defined]
+    recipe["methods"].reverse()
     for methods in (["Plain, one seed", "Plain"], ["Plain", "Plain, one seed"]):
         (tmp_path / "recipe.json").write_text(json.dumps(recipe))
         assert [group.label for group in gather([tmp_path]).groups] == methods
-        recipe["methods"].reverse()  # type: ignore[attr-defined]
+        recipe["methods"].reverse()
 
 
 def test_of_repeated_runs_of_one_seed_the_newest_complete_one_counts(tmp_path: Path) -> None:
