@@ -236,7 +236,7 @@ def draw(path: Path, runs: list[dict[str, Any]]) -> None:
             ax.set_xticks([5, 10, 20, 50, 100, 200], ["5", "10", "20", "50", "100", "200"])
             ax.xaxis.set_minor_formatter(NullFormatter())
             ax.grid(visible=True, which="both", alpha=0.25)
-    handles, labels = axes[-1][0].get_legend_handles_labels()
+    handles, labels = axes[0][0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=2, fontsize=8, frameon=False)
     figure.savefig(path, dpi=130)
     plt.close(figure)
