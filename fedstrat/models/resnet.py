@@ -16,6 +16,19 @@ from fedstrat.errors import ConfigError
 WIDTHS = (16, 32, 64)
 
 
+def check_images(model: str, input_shape: Sequence[int]) -> None:
+    """Refuse inputs that aren't images.
+
+    Raises:
+        ConfigError: The shape isn't (channels, height, width).
+    """
+    if len(input_shape) != 3:
+        raise ConfigError(
+            f"model '{model}': expected images (channels, height, width), "
+            f"but the data have the shape {tuple(input_shape)}; 'mlp' takes any shape"
+        )
+
+
 class Block(nn.Module):
     """Two 3 x 3 convolutions, each with its norm, and an identity shortcut without parameters (option A).
 
@@ -63,11 +76,7 @@ class ResNet(nn.Module):
         super().__init__()
         if depth < 8 or depth % 6 != 2:
             raise ConfigError(f"ResNet: expected a depth of 6n + 2 (8, 14, 20, …), but got {depth}")
-        if len(input_shape) != 3:
-            raise ConfigError(
-                f"model 'resnet{depth}': expected images (channels, height, width), "
-                f"but the data have the shape {tuple(input_shape)}; 'mlp' takes any shape"
-            )
+        check_images(f"resnet{depth}", input_shape)
         self.conv1 = nn.Conv2d(input_shape[0], WIDTHS[0], 3, padding=1, bias=False)
         self.norm1 = nn.GroupNorm(1, WIDTHS[0])
         repeats = (depth - 2) // 6

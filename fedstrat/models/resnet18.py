@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from fedstrat.errors import ConfigError
+from fedstrat.models.resnet import check_images
 
 WIDTHS = (64, 128, 256, 512)
 NORM_GROUPS = 2
@@ -55,11 +55,7 @@ class ResNet18(nn.Module):
 
     def __init__(self, *, input_shape: Sequence[int], num_classes: int) -> None:
         super().__init__()
-        if len(input_shape) != 3:
-            raise ConfigError(
-                f"model 'resnet18': expected images (channels, height, width), "
-                f"but the data have the shape {tuple(input_shape)}; 'mlp' takes any shape"
-            )
+        check_images("resnet18", input_shape)
         self.conv1 = nn.Conv2d(input_shape[0], WIDTHS[0], 3, padding=1, bias=False)
         self.norm1 = nn.GroupNorm(NORM_GROUPS, WIDTHS[0])
         fans_in = (WIDTHS[0], *WIDTHS[:-1])

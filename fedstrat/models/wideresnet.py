@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fedstrat.errors import ConfigError
+from fedstrat.models.resnet import check_images
 
 STEM = 16
 NORM_GROUPS = 2
@@ -54,11 +55,7 @@ class WideResNet(nn.Module):
         super().__init__()
         if depth < 10 or depth % 6 != 4:
             raise ConfigError(f"WideResNet: expected a depth of 6n + 4 (10, 16, 22, …), but got {depth}")
-        if len(input_shape) != 3:
-            raise ConfigError(
-                f"model 'wrn{depth}-{widen}': expected images (channels, height, width), "
-                f"but the data have the shape {tuple(input_shape)}; 'mlp' takes any shape"
-            )
+        check_images(f"wrn{depth}-{widen}", input_shape)
         repeats = (depth - 4) // 6
         widths = [STEM * widen * 2**stage for stage in range(3)]
         self.conv1 = nn.Conv2d(input_shape[0], STEM, 3, padding=1, bias=False)

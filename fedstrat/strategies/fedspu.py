@@ -31,7 +31,7 @@ import torch
 from typing_extensions import override
 
 from fedstrat.aggregation.groups import group_names
-from fedstrat.aggregation.units import choose, clip_scale, merge, plan, region, shape
+from fedstrat.aggregation.units import Plan, choose, clip_scale, merge, plan, region, shape
 from fedstrat.errors import ConfigError, PayloadError
 from fedstrat.local.rule import LocalRule, Tensors
 from fedstrat.payloads import Broadcast, Params, Payload, Update, check_like
@@ -51,13 +51,12 @@ class SubModel(Payload):
 
     @override
     def check(self, params: Params) -> None:
-        self.check_units(params)
-        axes = plan(params).axes
+        axes = self.check_units(params).axes
         like = {n: torch.empty(shape(p, axes[n], self.units), dtype=p.dtype, device="meta") for n, p in params.items()}
         check_like(self.sub_model, like, "sub-model", owner="the chosen part of the model", finite=True)
 
-    def check_units(self, params: Params) -> None:
-        """Check the units alone.
+    def check_units(self, params: Params) -> Plan:
+        """Check the units alone, and return how the model is cut.
 
         Raises:
             PayloadError: Other layers than the model's, or units that it doesn't have.
@@ -76,6 +75,7 @@ class SubModel(Payload):
                 fits = ascending and int(chosen[0]) >= 0 and int(chosen[-1]) < width
             if not fits:
                 raise PayloadError(f"units/{layer}: expected ascending int32 units of 0 to {width - 1}")
+        return cut
 
 
 @dataclass(frozen=True)

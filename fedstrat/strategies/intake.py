@@ -202,9 +202,7 @@ def read_update(content: RecordDict, client: str, expected: Expected) -> Update[
         return Ignored("its saved state is lost; it starts afresh in its next round", lost=True)
 
     metrics = _metrics(content)
-    num_examples = number(metrics, keys.weight)
-    if not 0 <= num_examples <= MOST_EXAMPLES:
-        raise PayloadError(f"metrics/{keys.weight}: expected a number of 0 to 2^53, but got {num_examples:g}")
+    num_examples = count_of(metrics, keys.weight)
     if num_examples == 0:
         return Ignored("it has no training examples")
     for name in expected.needs:
@@ -321,9 +319,7 @@ def read_counts(content: RecordDict, keys: Keys, prefix: str = "") -> tuple[int,
     metrics = _metrics(content)
     if prefix in (_ELSEWHERE, _RECEIVED) and f"{prefix}num-correct" not in metrics:
         return None
-    num_examples = number(metrics, keys.weight)
-    if not 0 <= num_examples <= MOST_EXAMPLES:
-        raise PayloadError(f"metrics/{keys.weight}: expected a number of 0 to 2^53, but got {num_examples:g}")
+    num_examples = count_of(metrics, keys.weight)
     if f"{prefix}num-correct" not in metrics:
         return None
     correct = number(metrics, f"{prefix}num-correct")
@@ -345,6 +341,18 @@ def number(metrics: MetricRecord, name: str) -> float:
     if not math.isfinite(read):
         raise PayloadError(f"metrics/{name}: expected one finite number, but got {str(value)[:100]}")
     return read
+
+
+def count_of(metrics: MetricRecord, name: str) -> float:
+    """Read a number of examples.
+
+    Raises:
+        PayloadError: As :func:`number`; or it is negative, or above 2^53.
+    """
+    count = number(metrics, name)
+    if not 0 <= count <= MOST_EXAMPLES:
+        raise PayloadError(f"metrics/{name}: expected a number of 0 to 2^53, but got {count:g}")
+    return count
 
 
 def as_float(value: object) -> float:

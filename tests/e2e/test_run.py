@@ -9,13 +9,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from fedstrat.runs import capacity
 from fedstrat.runs.superlink import CONNECTION, LocalSuperLink
+from tests.e2e.federation import Ended
 
 pytestmark = [
     pytest.mark.e2e,
@@ -24,14 +24,6 @@ pytestmark = [
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_SECONDS = 240.0  # on a busy machine; an idle one needs 15 to 20
-
-
-@dataclass
-class Ended:
-    code: int
-    out: str
-    err: str
-    seconds: float
 
 
 class Shell:
