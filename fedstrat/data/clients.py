@@ -14,7 +14,7 @@ after the last round. Partition and splits depend on the run config's ``seed`` a
 
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import NamedTuple, TypeVar, cast
 
 import numpy as np
@@ -67,15 +67,14 @@ def assign(run_config: Mapping[str, object], node_config: Mapping[str, object]) 
             )
         source = sources.load(name, directory, reading)
         if source.num_train < len(source.y):
-            own = Assignment(source, np.arange(source.num_train), np.arange(source.num_train, len(source.y)))
+            share = Share(np.arange(source.num_train), np.arange(source.num_train, len(source.y)))
         else:
-            own = Assignment(source, *split(np.arange(len(source.y)), fraction, derive(seed, "split")))
-        return _hold_back(own, run_config, derive(seed, "validation"))
+            share = Share(*split(np.arange(len(source.y)), fraction, derive(seed, "split")))
+        return Assignment(source, *_hold_back(share, run_config, derive(seed, "validation")))
     name = _node_text(node_config, "dataset.name") or setting(run_config, "dataset.name", str)
     index, num_clients = _position(run_config, node_config)
-    share = _shares(run_config, name, num_clients)[index]
-    own = Assignment(_load(run_config, name), *share)
-    return _hold_back(own, run_config, derive(seed, "validation", index))
+    share = _hold_back(_shares(run_config, name, num_clients)[index], run_config, derive(seed, "validation", index))
+    return Assignment(_load(run_config, name), *share)
 
 
 def others(run_config: Mapping[str, object], node_config: Mapping[str, object]) -> Assignment | None:
@@ -112,14 +111,17 @@ def num_examples(run_config: Mapping[str, object], node_config: Mapping[str, obj
 
 
 def shared(run_config: Mapping[str, object]) -> tuple[sources.Source, tuple[Share, ...]]:
-    """Return the data set of a simulation and what each of its ``num-clients`` clients holds of it.
+    """Return the data set of a simulation and what each of its ``num-clients`` clients holds of it, as :func:`assign`.
 
     Raises:
         ConfigError: As :func:`assign`.
         DataError: As :func:`assign`.
     """
     name = setting(run_config, "dataset.name", str)
-    return _load(run_config, name), _shares(run_config, name, setting(run_config, "num-clients", int))
+    seed = setting(run_config, "seed", int)
+    shares = enumerate(_shares(run_config, name, setting(run_config, "num-clients", int)))
+    kept = tuple(_hold_back(share, run_config, derive(seed, "validation", index)) for index, share in shares)
+    return _load(run_config, name), kept
 
 
 def describe(
@@ -183,13 +185,13 @@ def setting(run_config: Mapping[str, object], key: str, kind: type[T]) -> T:
     return value
 
 
-def _hold_back(own: Assignment, run_config: Mapping[str, object], seed: int) -> Assignment:
+def _hold_back(own: Share, run_config: Mapping[str, object], seed: int) -> Share:
     fraction = run_config.get("dataset.validation-fraction", 0.0)
     if not isinstance(fraction, int | float) or not fraction:
         return own
     kept, validation = split(np.unique(own.train), float(fraction), seed)
     # A sample that a client holds several times is held back with all of its copies.
-    return replace(own, train=own.train[np.isin(own.train, kept)], validation=validation)
+    return own._replace(train=own.train[np.isin(own.train, kept)], validation=validation)
 
 
 def _private_folder(run_config: Mapping[str, object], node_config: Mapping[str, object]) -> tuple[str, str] | None:

@@ -20,12 +20,14 @@ class Holdings:
     Attributes:
         train: Training samples, int64 of shape (N, K).
         test: Test samples, int64 of shape (N, K).
+        held_back: Samples that clients hold for validation, neither trained nor tested on.
         unused: Samples of the data set that nobody holds.
         repeated: Training samples that are held more than once, by several clients or by one.
     """
 
     train: NDArray[np.int64]
     test: NDArray[np.int64]
+    held_back: int
     unused: int
     repeated: int
 
@@ -69,9 +71,16 @@ def holdings(labels: ArrayLike, shares: Sequence[Share], num_classes: int) -> Ho
         np.array([np.bincount(labels[part], minlength=num_classes) for part in parts], dtype=np.int64)
         for parts in ([share.train for share in shares], [share.test for share in shares])
     )
-    trained = np.bincount(np.concatenate([share.train for share in shares]), minlength=len(labels))
-    tested = np.bincount(np.concatenate([share.test for share in shares]), minlength=len(labels))
-    return Holdings(train, test, int((trained + tested == 0).sum()), int((trained > 1).sum()))
+    trained, tested, validated = (
+        np.bincount(np.concatenate(parts), minlength=len(labels)) for parts in zip(*shares, strict=True)
+    )
+    return Holdings(
+        train,
+        test,
+        held_back=sum(len(share.validation) for share in shares),
+        unused=int((trained + tested + validated == 0).sum()),
+        repeated=int((trained > 1).sum()),
+    )
 
 
 def _shares(counts: NDArray[np.int64]) -> Floats:

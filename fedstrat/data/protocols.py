@@ -58,10 +58,11 @@ FIXED: Mapping[str, Mapping[str, int | float]] = {
 
 
 class Share(NamedTuple):
-    """What one client holds: ascending int64 indices of its train and its test samples."""
+    """What one client holds: ascending int64 indices of its train, its test and its validation samples."""
 
     train: Indices
     test: Indices
+    validation: Indices = np.empty(0, np.int64)
 
 
 def share_out(

@@ -74,6 +74,7 @@ def table(held: Holdings) -> list[str]:
     used = "every sample is held" if not held.unused else f"{held.unused} samples belong to nobody"
     again = f", {held.repeated} training samples more than once" if held.repeated else ""
     totals = f"{held.train.sum()} training and {held.test.sum()} test samples with {held.train.shape[1]} labels"
+    totals += f"; {held.held_back} samples are held back for validation" if held.held_back else ""
     lines = [
         f"{totals}; {used}{again}",
         f"{'over the clients':<20} {'mean':>9} {'min':>9} {'median':>9} {'max':>9}",

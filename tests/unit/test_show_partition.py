@@ -15,7 +15,7 @@ from fedstrat.data.heterogeneity import holdings
 from fedstrat.data.protocols import Share, share_out
 from fedstrat.data.sources import load
 from fedstrat.errors import ConfigError, DataError
-from fedstrat.runs.config import defaults
+from fedstrat.runs.config import defaults, parse
 from fedstrat.runs.partition import EXTREMES, draw_partition, show_partition, table
 
 LABELS = np.array([0, 0, 0, 1, 1, 2, 2, 2])
@@ -116,6 +116,23 @@ def test_empty_clients_are_warned_of():
     assert empty == sum(len(part.train) == 0 for part in parts) > 0
     assert "nan" in lines[-1]
     assert not any("warning" in line for line in show_partition(["num-clients=5"]).splitlines())
+
+
+def test_what_is_held_back_for_validation_is_not_shown_as_training_data():
+    settings = "num-clients=4 dataset.alpha=0.5"
+    plain = show_partition([settings]).splitlines()
+    lines = show_partition([f"{settings} dataset.validation-fraction=0.25"]).splitlines()
+    run = parse({"num-clients": 4, "dataset.alpha": 0.5, "dataset.validation-fraction": 0.25}).flat
+    clients = [assign(run, {"partition-id": i, "num-partitions": 4}) for i in range(4)]
+    train, test, validation = (
+        sum(len(getattr(client, part)) for client in clients) for part in ("train", "test", "validation")
+    )
+    assert lines[1] == (
+        f"{train} training and {test} test samples with 10 labels; {validation} samples are held back for validation;"
+        " every sample is held"
+    )
+    assert plain[1].startswith(f"{train + validation} training and {test} test samples with 10 labels; every")
+    assert [int(line.split()[1]) for line in lines[-4:]] == [len(client.train) for client in clients]
 
 
 def test_a_wrong_request_is_one_error(tmp_path):

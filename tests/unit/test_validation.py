@@ -10,8 +10,9 @@ from flwr.app import Context, RecordDict
 from safetensors.torch import load_file
 
 from client_app.app import app as client_app
-from fedstrat.data.clients import Assignment, _hold_back, assign, num_examples
+from fedstrat.data.clients import _hold_back, assign, num_examples
 from fedstrat.data.loaders import client_data
+from fedstrat.data.protocols import Share
 from fedstrat.errors import ConfigError
 from fedstrat.metrics.fairness import fairness
 from fedstrat.models import build
@@ -120,8 +121,7 @@ def test_the_share_is_below_one(fraction: float) -> None:
 
 
 def test_copies_of_a_sample_are_held_back_together() -> None:
-    source = assign(flat(), {"partition-id": 0, "num-partitions": CLIENTS}).source
-    own = Assignment(source, np.repeat(np.arange(20), 3), np.arange(20, 25))
+    own = Share(np.repeat(np.arange(20), 3), np.arange(20, 25))
     divided = _hold_back(own, {"dataset.validation-fraction": 0.25}, seed=3)
     assert len(divided.validation) == 5
     assert not set(divided.train) & set(divided.validation)
