@@ -117,6 +117,9 @@ SCALES: dict[str, dict[str, Any]] = {
         "dataset.name": "cifar100", "dataset.alpha": 0.3, "model.name": "resnet18",
     },
     "fedcspack-ablation": FEDCSPACK | {"dataset.name": "cifar10", "dataset.alpha": 0.5, "model.name": "cnn-cifar"},
+    "scaffold-one-class": {  # everybody takes part, with one class each: all that the tutorial says
+        "fraction-train": 1.0, "dataset.partition": "pathological", "dataset.classes-per-client": 1,
+    },
 }  # fmt: skip
 
 
