@@ -35,10 +35,10 @@ def num_packs(size: int, pack_size: int) -> int:
 
 
 def to_packs(params: Tensors, pack_size: int) -> torch.Tensor:
-    """Flatten parameters in order, pad with zeros and cut, shape (P, B)."""
-    flat = torch.cat([p.detach().reshape(-1) for p in params.values()])
-    padding = num_packs(flat.numel(), pack_size) * pack_size - flat.numel()
-    return torch.nn.functional.pad(flat, (0, padding)).reshape(-1, pack_size)
+    """Flatten parameters in order, pad with zeros and cut; a copy, shape (P, B)."""
+    flat = [p.detach().reshape(-1) for p in params.values()]
+    padding = -sum(len(part) for part in flat) % pack_size
+    return torch.cat([*flat, flat[0].new_zeros(padding)]).reshape(-1, pack_size)
 
 
 def from_packs(packs: torch.Tensor, like: Tensors) -> dict[str, torch.Tensor]:
@@ -99,7 +99,7 @@ def select(
         candidates = candidates[order].sort().values
     m = torch.zeros(len(candidates), dtype=torch.float64, device=x.device)
     if weights in ("dual", "kl"):
-        m += divergences(w[candidates], x[candidates], kl_temperature)
+        m += divergences(w, x, candidates, kl_temperature)
     if weights in ("dual", "cosine"):
         m += theta[candidates]
     return Selection(candidates.to(torch.int32), m.abs().clamp(min=_TINY_WEIGHT).to(torch.float32))
@@ -111,19 +111,18 @@ def cosines(w: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tenso
     ``cos(a, b) = <a, b> / (max(|a|, 1e-8) max(|b|, 1e-8))``; a pack that is zero in both has cosine 1: there is nothing
     to say about it.
     """
-    sums = [torch.empty(len(x), dtype=torch.float64, device=x.device) for _ in range(3)]
-    for rows in _chunks(x):
-        a, b = w[rows].to(torch.float64), x[rows].to(torch.float64)
+    dot, ww, xx = (torch.empty(len(x), dtype=torch.float64, device=x.device) for _ in range(3))
+    for some_w, some_x, *sums in zip(*(_chunks(t, x.shape[1]) for t in (w, x, dot, ww, xx)), strict=True):
+        a, b = some_w.to(torch.float64), some_x.to(torch.float64)
         for result, (left, right) in zip(sums, ((a, b), (a, a), (b, b)), strict=True):
-            torch.linalg.vecdot(left, right, out=result[rows])
-    dot, ww, xx = sums
+            torch.linalg.vecdot(left, right, out=result)
     theta = torch.where((ww == 0) & (xx == 0), torch.ones_like(dot), _cosine(dot, ww, xx))
     return theta, _cosine(dot.sum(), ww.sum(), xx.sum())
 
 
-def _chunks(packs: torch.Tensor) -> list[slice]:
-    size = max(_CHUNK_NUMBERS // packs.shape[1], 1)
-    return [slice(start, start + size) for start in range(0, len(packs), size)]
+def _chunks(packs: torch.Tensor, pack_size: int) -> tuple[torch.Tensor, ...]:
+    """Views of so many packs, or of numbers one a pack, as are computed at one time."""
+    return torch.split(packs, max(_CHUNK_NUMBERS // pack_size, 1))
 
 
 def _cosine(dot: torch.Tensor, ww: torch.Tensor, xx: torch.Tensor) -> torch.Tensor:
@@ -131,17 +130,15 @@ def _cosine(dot: torch.Tensor, ww: torch.Tensor, xx: torch.Tensor) -> torch.Tens
     return dot / (ww.clamp(min=_TINY_NORM**2) * xx.clamp(min=_TINY_NORM**2)).sqrt()
 
 
-def divergences(w: torch.Tensor, x: torch.Tensor, temperature: float) -> torch.Tensor:
-    """Return ``KL(softmax(x_j / T) || softmax(w_j / T))`` per pack, shape (K,), float64, padding included."""
-    kappa = torch.empty(len(x), dtype=torch.float64, device=x.device)
-    for rows in _chunks(x):
-        a, b = x[rows].to(torch.float64) / temperature, w[rows].to(torch.float64) / temperature
-        # sum_k p_k (log p_k - log q_k) with log p_k = a_k - log sum_l exp(a_l), which needs p but no logarithms of it.
-        highest = a.amax(1, keepdim=True)
-        p = (a - highest).exp_()
-        total = p.sum(1)
-        log_p = highest[:, 0] + total.log()
-        kappa[rows] = torch.linalg.vecdot(p, a - b) / total + torch.logsumexp(b, 1) - log_p
+def divergences(w: torch.Tensor, x: torch.Tensor, index: torch.Tensor, temperature: float) -> torch.Tensor:
+    """Return ``KL(softmax(x_j / T) || softmax(w_j / T))`` of packs ``index``, shape (K,), float64, padding included."""
+    kappa = torch.empty(len(index), dtype=torch.float64, device=x.device)
+    for rows, result in zip(*(_chunks(t, x.shape[1]) for t in (index, kappa)), strict=True):
+        a, b = (packs.index_select(0, rows).to(torch.float64) for packs in (x, w))
+        if temperature != 1.0:
+            a, b = a / temperature, b / temperature
+        difference = a.log_softmax(1).sub_(b.log_softmax(1))
+        torch.sum(a.softmax(1).mul_(difference), 1, out=result)
     return kappa.clamp(min=0.0)
 
 

@@ -300,7 +300,7 @@ class FedCSPACKRule(LocalRule[CspackBroadcast, CspackUpdate]):
 
     @override
     def start(self, received: CspackBroadcast, state: Tensors | None) -> None:
-        self.known = to_packs(self.params, self.pack_size).clone()
+        self.known = to_packs(self.params, self.pack_size)
         # Without packs the whole model was loaded. Without state there is nothing to write them to: the client lost
         # it, and its reply will say just that; unless they change the initial model.
         if received.packs and (state is not None or received.on_initial):
@@ -313,7 +313,7 @@ class FedCSPACKRule(LocalRule[CspackBroadcast, CspackUpdate]):
                 for name, w in from_packs(personal, self.params).items():
                     self.params[name].copy_(w)
         if self.error_feedback:
-            self.begun = to_packs(self.params, self.pack_size).clone()
+            self.begun = to_packs(self.params, self.pack_size)
             self.unsent = torch.zeros_like(self.begun) if state is None else state["unsent"].to(self.begun.device)
 
     @override

@@ -14,12 +14,13 @@ from torch.nn.functional import cross_entropy
 
 import fedstrat
 from fedstrat import FedAvg, FedCSPACK
-from fedstrat.aggregation.packs import from_packs, merge, num_packs, select, to_packs
+from fedstrat.aggregation.packs import divergences, from_packs, merge, num_packs, select, to_packs
 from fedstrat.errors import ConfigError
 from fedstrat.local.state import open_store, peek
 from fedstrat.metrics.traffic import array_payload_bytes
 from fedstrat.payloads import decode, raw_array, view
 from fedstrat.strategies import ALGORITHMS
+from tests.reference import fedcspack as reference
 from tests.strategies import small
 from tests.strategies.small import CLASSES, CLIENTS, FEATURES, Recorder, bits, replaced, start
 
@@ -95,6 +96,7 @@ def test_every_size_is_cut_and_put_together() -> None:
             assert num_packs(size, pack_size) == count
             padding = count * pack_size - size
             np.testing.assert_array_equal(packs.ravel().numpy(), np.append(np.arange(1, size + 1), np.zeros(padding)))
+            assert packs.data_ptr() != flat.data_ptr()  # a copy, also where nothing is padded
             again = from_packs(packs, {"a": flat[: size // 3], "b": flat[size // 3 :].reshape(1, -1)})
             assert torch.equal(torch.cat([again["a"], again["b"][0]]), flat)
             met.add((size < pack_size, padding > 0, size % count == 0))
@@ -219,6 +221,39 @@ def test_weights_of_negative_cosines_are_positive() -> None:
         np.testing.assert_allclose(chosen.weight.numpy(), np.maximum(expected, 1e-12).astype(np.float32), rtol=1e-6)
         assert bool((chosen.weight > 0).all())
     assert select(w, x, weights="cosine").weight[2] == np.float32(1e-12)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("temperature", [1.0, 0.3, 1e-4])
+def test_the_divergences_of_many_packs_are_those_of_every_pack_alone(temperature: float, dtype: type) -> None:
+    """More packs than are computed at one time; at the smallest T, exp(x / T) overflows and most of p is 0."""
+    rng = np.random.default_rng(7)
+    x = rng.normal(size=(333, 500)).astype(dtype)
+    w = (x + 0.1 * rng.normal(size=x.shape)).astype(dtype)
+    index = np.flatnonzero(rng.random(len(x)) < 0.8)
+
+    def log_softmax(packs: np.ndarray) -> np.ndarray:
+        a = packs[index].astype(np.longdouble) / np.longdouble(temperature)
+        a -= a.max(1, keepdims=True)
+        return a - np.log(np.exp(a).sum(1, keepdims=True))
+
+    log_p, log_q = log_softmax(x), log_softmax(w)
+    expected = (np.exp(log_p) * (log_p - log_q)).sum(1)
+    kappa = divergences(torch.from_numpy(w), torch.from_numpy(x), torch.from_numpy(index), temperature)
+    assert kappa.shape == (len(index),)
+    np.testing.assert_allclose(kappa.numpy(), expected.astype(np.float64), rtol=1e-11, atol=1e-14 / temperature)
+
+
+def test_the_whole_choice_is_that_of_the_reference_where_packs_are_many() -> None:
+    rng = np.random.default_rng(8)
+    x = rng.normal(size=(301, 300)).astype(np.float32)
+    w = (x + 0.3 * rng.normal(size=x.shape) * rng.random((301, 1))).astype(np.float32)
+    for settings in ({}, {"weights": "kl"}, {"weights": "cosine", "top_k": 40}, {"keep_ratio": 0.6}):
+        chosen = select(torch.from_numpy(w), torch.from_numpy(x), kl_temperature=0.5, **settings)
+        expected = reference.select(w, x, temperature=0.5, **{"weights": "dual", **settings})
+        assert chosen.index.tolist() == list(expected)
+        assert 30 < len(expected) < 301
+        np.testing.assert_allclose(chosen.weight.numpy(), list(expected.values()), rtol=2e-7)  # an ulp of float32
 
 
 def test_a_weight_where_kappa_is_minus_theta_stays_positive() -> None:
