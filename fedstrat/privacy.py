@@ -18,6 +18,7 @@ NO_MEAN = (
     "its server step isn't the plain mean of the clients' clipped updates, so nothing bounds what one client changes,"
     " and the noise would protect nobody; use FedAvg"
 )
+NO_DELTAS = "update_dtype sends rounded displacements, which it doesn't clip; use update_dtype='model'"
 _MODS = ("fixedclipping_mod", "adaptiveclipping_mod", "LocalDpMod")
 
 

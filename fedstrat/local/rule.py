@@ -47,6 +47,7 @@ class LocalRule(Generic[Received, Sent]):
         params: The model's trainable parameters by name, live.
         buffers: Everything else of the model, live.
         initial: Their values as received, x (detached copies; only where ``keeps_initial``).
+        sent: At :meth:`finish`, the parameters as the server will have them: y_i, or rounded (``update_dtype``).
         num_steps: Local steps taken so far, K_i (a step that a GradScaler skipped doesn't count).
         lr_sums: Per parameter, the sum of the learning rates of those steps.
         weight_decays: Per parameter, lambda of the optimizer, which is part of f_i.
@@ -86,6 +87,7 @@ class LocalRule(Generic[Received, Sent]):
     ) -> None:
         """Called by the session: keep what every rule needs, then :meth:`start`."""
         self.params = params
+        self.sent: Tensors = params
         self.buffers = buffers
         self.num_steps = 0
         self.lr_sums = dict.fromkeys(params, 0.0)

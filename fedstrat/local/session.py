@@ -9,6 +9,7 @@ from typing import Any, Self
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 
+from fedstrat import deltas
 from fedstrat.errors import PayloadError, RuleError, nearest
 from fedstrat.flower import client_id
 from fedstrat.local import loop
@@ -17,13 +18,13 @@ from fedstrat.local.rule import PERSONAL, LocalRule, LossFunction
 from fedstrat.local.state import StateLostError, open_store, peek, settle
 from fedstrat.naming import kebab, snake
 from fedstrat.payloads import check_like, chosen, decode, load_arrays, raw_array, to_arrays
-from fedstrat.privacy import check_private, mod_around
+from fedstrat.privacy import NO_DELTAS, check_private, mod_around
 from fedstrat.seeding import derive
 
 _PREFIX = "fedstrat."
 _PLUMBING = {
     "algorithm", "experiment-id", "accepted-round", "pack-content", "seed", "epochs-share", "evaluate-personal",
-    "evaluate-in-train",
+    "evaluate-in-train", "update-dtype",
 }  # fmt: skip
 logger = logging.getLogger("flwr")
 
@@ -64,8 +65,9 @@ class LocalSession:
         self.client = client_id(context)
         self.server_round = int(whole["server-round"])  # type: ignore[arg-type]
         algorithm = str(self._own["algorithm"])
-        _check_mods(algorithm, self._exchanged())
+        _check_mods(algorithm, self._exchanged(), rounds="update-dtype" in self._own)
         self.rule = _rule(algorithm, self._own, context.node_config)
+        self._sends_model = self.rule.sends_model and "update-dtype" not in self._own
         self.lost = False
         self._called: set[str] = set()
         self._loss_before = math.nan
@@ -100,7 +102,7 @@ class LocalSession:
             except StateLostError as error:
                 self._lose(error)
         self._load(state, on_initial=on_initial)
-        self._buffers_before = {n: t.clone() for n, t in buffers.items()} if not self.rule.sends_model else {}
+        self._buffers_before = {n: t.clone() for n, t in buffers.items()} if not self._sends_model else {}
         self.rule.begin(params, buffers, received, state if self.rule.keeps_state else None)
         return self
 
@@ -133,7 +135,8 @@ class LocalSession:
         extras = {*(payload.names() if payload else ()), "buffers"}
         records = {n: r for n, r in self._message.content.array_records.items() if snake(n) not in extras}
         if len(records) == 1:
-            load_arrays(self._model, next(iter(records.values())), self._names)
+            (self._received_model,) = records.values()
+            load_arrays(self._model, self._received_model, self._names)
         elif not records and (state is not None or on_initial):
             load_personal(self._model, state or {})
             moved = self._message.content.array_records.get("buffers", ArrayRecord())
@@ -332,13 +335,15 @@ class LocalSession:
                     f"{type(self.rule).__name__} with these settings needs session.{needed}(loader, loss_fn) {when} of"
                     " the training loop; add the call, or use fedstrat.train(msg, context, model, loader)"
                 )
+        if self.rule.sends_model and not self._sends_model:
+            content[deltas.RECORD] = self._displacements()
         extra, state = self.rule.finish()
         if self._keeps_personal:
             # A rule's own personal model (Ditto's) stands above the trained one.
             state = {**self.rule.personal_model(), **(state or {})}
         if state is not None:
             self._store.write("pending", state, self.server_round)
-        if self.rule.sends_model:
+        if self._sends_model:
             content["arrays"] = to_arrays(self._exchanged())
         else:
             changed = {n: t for n, t in self.rule.buffers.items() if not torch.equal(t, self._buffers_before[n])}
@@ -346,6 +351,15 @@ class LocalSession:
         for name, record in (extra.encode() if extra is not None else {}).items():
             content[name] = record
         return Message(content, reply_to=self._message)
+
+    def _displacements(self) -> ArrayRecord:
+        """Encode the rounded ``y_i - x``, and let the rule know what the server will make of it."""
+        received = decode(self._received_model, "arrays")
+        x = {n: received[n] for n in self.rule.params}
+        y = {n: p.detach().cpu() for n, p in self.rule.params.items()}
+        delta = deltas.rounded(y, x, getattr(torch, str(self._own["update-dtype"])))
+        self.rule.sent = deltas.restored(x, delta)
+        return ArrayRecord({n: raw_array(d) for n, d in delta.items()})
 
 
 def _seed(seed: int) -> None:
@@ -387,12 +401,13 @@ def _config(msg: Message) -> ConfigRecord:
     )
 
 
-def _check_mods(algorithm: str, model: Mapping[str, torch.Tensor]) -> None:
+def _check_mods(algorithm: str, model: Mapping[str, torch.Tensor], *, rounds: bool) -> None:
     from fedstrat.strategies import ALGORITHMS  # noqa: PLC0415
 
     mod = mod_around()
     if mod is not None and algorithm in ALGORITHMS:
-        check_private(mod, algorithm, ALGORITHMS[algorithm].strategy.refuses_privacy, model)
+        why_not = ALGORITHMS[algorithm].strategy.refuses_privacy or (NO_DELTAS if rounds else None)
+        check_private(mod, algorithm, why_not, model)
 
 
 def _rule(algorithm: str, own: Mapping[str, Any], node_config: Mapping[str, Any]) -> LocalRule[Any, Any]:

@@ -93,6 +93,7 @@ class RunConfig(RunKeys):
             min_replies=self.min_replies,
             max_failed_rounds=self.max_failed_rounds,
             max_update_norm=self.max_update_norm or None,
+            update_dtype=self.update_dtype,
             straggler_share=self.train.straggler_share,
             **settings,
         )
@@ -292,6 +293,11 @@ def _contradictions(config: RunKeys) -> list[str]:
         problems.append(
             f"run config: 'evaluate-in-train' needs the model in the training messages, but '{config.algorithm}'"
             " sends parts of it; set it to false"
+        )
+    if config.update_dtype != "model" and not algorithms()[config.algorithm].strategy.sends_model:
+        problems.append(
+            f"run config: 'update-dtype' = '{config.update_dtype}' rounds the models that clients send, but with"
+            f" '{config.algorithm}' they send parts of them; set it to 'model'"
         )
     return problems
 

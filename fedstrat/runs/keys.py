@@ -190,6 +190,10 @@ class RunKeys(Table):
     max_update_norm: float = Field(
         default=0.0, ge=0.0, description="longest client update, longer ones are scaled; 0: off"
     )
+    update_dtype: Literal["model", "bfloat16", "float16"] = Field(
+        default="model",
+        description="numbers in which clients send how they moved the model; model: the model itself, as it is",
+    )
     target_accuracy: float = Field(
         default=0.0, ge=0.0, le=1.0, description="mean client accuracy that the run is after; 0: none"
     )

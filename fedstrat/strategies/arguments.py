@@ -1,7 +1,7 @@
 """The arguments that every Strategy takes: Flower's own under their own names, and those of our plumbing."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 from flwr.app import MetricRecord, RecordDict
 
@@ -33,5 +33,8 @@ class CommonArguments(Configured):
     evaluate_personal: bool = hyper(default=False, doc="also evaluate each client's own trained model on its test data")
     evaluate_in_train: bool = hyper(
         default=False, doc="clients that train first evaluate the received model on their test data"
+    )
+    update_dtype: Literal["model", "bfloat16", "float16"] = hyper(
+        default="model", doc="numbers in which clients send y_i - x in place of y_i; model: y_i as it is"
     )
     straggler_share: float = hyper(default=0.0, ge=0.0, le=1.0, doc="share of a cohort that runs fewer epochs")

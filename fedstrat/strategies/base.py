@@ -16,7 +16,7 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 
 from fedstrat.aggregation.mean import aggregate_buffers, moved, normalised
-from fedstrat.errors import RunFailedError
+from fedstrat.errors import ConfigError, RunFailedError
 from fedstrat.flower import in_order
 from fedstrat.metrics.fairness import Fairness, fairness
 from fedstrat.payloads import (
@@ -27,7 +27,7 @@ from fedstrat.payloads import (
     is_finite,
     numpy_array,
 )
-from fedstrat.privacy import check_equal_weights, check_private, wrapper_around
+from fedstrat.privacy import NO_DELTAS, check_equal_weights, check_private, wrapper_around
 from fedstrat.strategies import cohort, intake
 from fedstrat.strategies.algorithm import ServerHalf, State, Up
 from fedstrat.strategies.arguments import CommonArguments
@@ -55,6 +55,11 @@ class FedStrategy(ServerHalf[State, Up], Strategy):
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
         self.check_settings()
+        if self.update_dtype != "model" and not self.sends_model:
+            raise ConfigError(
+                f"{type(self).__name__}: update_dtype = '{self.update_dtype}' rounds the models that clients send, but"
+                " here they send parts of them; use 'model'"
+            )
         if self.fraction_train == 0.0:
             self.min_train_nodes = 0
             logger.warning("fraction_train is set to 0.0. Federated training will be skipped.")
@@ -117,6 +122,8 @@ class FedStrategy(ServerHalf[State, Up], Strategy):
         why_not = self.refuses_privacy
         if why_not is None and self.settings().get("server_lr", 1.0) != 1.0:
             why_not = "server_lr scales the step, which the wrapper's noise doesn't know; use server_lr=1.0"
+        if why_not is None and self.update_dtype != "model":
+            why_not = NO_DELTAS
         model = cast("Layout", self.layout).join(cast("State", self.state).params, self.buffers)
         check_private(self.wrapper, type(self).__name__, why_not, model)
 
@@ -212,6 +219,7 @@ class FedStrategy(ServerHalf[State, Up], Strategy):
             needs=self.asks,
             buffers=None if self.sends_model else self.buffers,
             check=self.check_update,
+            rounded=self._rounded(),
         )
         pairs = self.roster.senders(self._sent, replies)
         taken = intake.sort_out(pairs, expected)
@@ -232,6 +240,11 @@ class FedStrategy(ServerHalf[State, Up], Strategy):
             updates = [intake.clip_update(u, params, self.max_update_norm, server_round) for u in updates]
         self._sent, self.failed = [], taken.failed
         return taken.contents, updates
+
+    def _rounded(self) -> intake.Rounded | None:
+        if self.update_dtype == "model":
+            return None
+        return intake.Rounded(cast("State", self.state).params, self.buffers, getattr(torch, self.update_dtype))
 
     @property
     def _keys(self) -> intake.Keys:

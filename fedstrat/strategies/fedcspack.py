@@ -19,7 +19,7 @@ Downlinks:
 Further savings, all off by default, none of them in the paper:
     initial_model "seed"   at first contact a client is sent the packs that have changed since x_0, and the SHA-256 of
                            x_0, which it has built by itself; one whose x_0 is another says so and is sent the model.
-    pack_dtype             packs travel as bfloat16 (relative error at most 2^-9) or float16 (2^-11; not above 65504),
+    pack_dtype             packs travel as bfloat16 (relative error at most 2^-8) or float16 (2^-11; not above 65504),
                            both ways; the server sums and keeps x in full, what is sent is rounded afresh each time.
     error_feedback         e <- e + (w - w at the start of the round); the candidates are those of x + e instead of w,
                            e_j is sent in place of w_j - x_j, and what isn't sent stays in e.

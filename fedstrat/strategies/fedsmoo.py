@@ -155,8 +155,10 @@ class FedSMOORule(LocalRule[FedSMOOBroadcast, FedSMOOUpdate]):
     def finish(self) -> tuple[FedSMOOUpdate, Tensors]:
         drift = self.drift
         if self.lamb:
+            # What the server saw of y_i: its h stays the mean of the h_i.
             drift = {
-                n: h + (self.params[n].detach().to(h.dtype) - self.initial[n].to(h.dtype)) for n, h in drift.items()
+                n: h + (self.sent[n].detach().to(h.device, h.dtype) - self.initial[n].to(h.dtype))
+                for n, h in drift.items()
             }
         state = {**{f"dual/{n}": v for n, v in self.dual.items()}, **{f"drift/{n}": h for n, h in drift.items()}}
         return FedSMOOUpdate(self.dual), state

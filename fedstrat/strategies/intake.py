@@ -7,8 +7,10 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 
+from fedstrat import deltas
 from fedstrat.errors import PayloadError, RunFailedError
 from fedstrat.naming import kebab
 from fedstrat.payloads import Layout, Params, Payload, Update, check_like, decode
@@ -42,6 +44,21 @@ class Keys:
 
 
 @dataclass(frozen=True)
+class Rounded:
+    """Replies may hold ``y_i - x``, rounded, in place of the model, and the buffers that changed (``update_dtype``).
+
+    Attributes:
+        x: The parameters that the clients were sent.
+        buffers: The buffers that the clients were sent.
+        dtype: The displacements' dtype.
+    """
+
+    x: Params
+    buffers: Params
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
 class Expected:
     """What a training reply must be.
 
@@ -53,6 +70,7 @@ class Expected:
         needs: Metrics without which the algorithm can't use the reply, for example ``("lr-sum",)``.
         buffers: The present buffers, where replies hold no model but only the buffers that changed.
         check: The algorithm's own look at a payload; raises PayloadError.
+        rounded: Set where rounded displacements are accepted in place of models.
     """
 
     server_round: int
@@ -62,6 +80,7 @@ class Expected:
     needs: tuple[str, ...] = ()
     buffers: Params | None = None
     check: Callable[[Any], None] = lambda _: None
+    rounded: Rounded | None = None
 
 
 @dataclass(frozen=True)
@@ -218,7 +237,7 @@ def read_update(content: RecordDict, client: str, expected: Expected) -> Update[
         raise PayloadError(f"metrics: expected num-steps and lr-sum >= 0, but got {num_steps:g} and {lr_sum:g}")
 
     params, buffers = (
-        _read_model(content, expected) if expected.buffers is None else ({}, _read_buffers(content, expected))
+        _read_model(content, expected) if expected.buffers is None else ({}, _read_buffers(content, expected.buffers))
     )
     extra = payload.decode(content, layout.params_like(), "the client half of this algorithm is needed")
     expected.check(extra)
@@ -238,6 +257,9 @@ def _read_model(content: RecordDict, expected: Expected) -> tuple[Params, Params
     """The client's whole model, told apart into parameters and buffers."""
     layout, keys = expected.layout, expected.keys
     record = content.array_records.get(keys.arrays)
+    delta = content.array_records.get(deltas.RECORD)
+    if record is None and delta is not None and (rounded := expected.rounded) is not None:
+        return deltas.read(delta, rounded.x, rounded.dtype), _read_buffers(content, rounded.buffers)
     if record is None:
         # Flower's own clients may name their one ArrayRecord as they like.
         extra = {kebab(name) for name in expected.payload.names()}
@@ -250,9 +272,8 @@ def _read_model(content: RecordDict, expected: Expected) -> tuple[Params, Params
     return layout.split(model)
 
 
-def _read_buffers(content: RecordDict, expected: Expected) -> Params:
+def _read_buffers(content: RecordDict, present: Params) -> Params:
     """The buffers as the client has them: those that it sent, and the present ones."""
-    present = expected.buffers or {}
     sent = decode(content.array_records.get("buffers", ArrayRecord()), "buffers")
     check_like(sent, {n: b for n, b in present.items() if n in sent}, "buffers", owner="the global model", finite=True)
     return {**present, **sent}

@@ -27,7 +27,8 @@ class Outbox:
         self, strategy: "FedStrategy[Any, Any]", server_round: int, arrays: ArrayRecord, config: ConfigRecord
     ) -> None:
         self.strategy, self.server_round, self.config = strategy, server_round, config
-        handed_out = strategy.evaluated(strategy.state)
+        self._state: Any = strategy.state
+        handed_out = strategy.evaluated(self._state)
         # Keyed by identity; each object is kept, so that its id stays its own.
         self._models: dict[int, tuple[Params, ArrayRecord]] = {id(handed_out): (handed_out, arrays)}
         self._extras: dict[tuple[int, ...], tuple[Payload, dict[str, ArrayRecord]]] = {}
@@ -47,11 +48,15 @@ class Outbox:
             client: The client on it.
             epochs_share: Share of the epochs above one that a straggler runs; None: all.
         """
-        sent = self.strategy.broadcast(self.strategy.state, client)
+        sent = self.strategy.broadcast(self._state, client)
         content: dict[str, Any] = (
             {} if sent.params is None else {self.strategy.arrayrecord_key: self._model(sent.params)}
         )
-        content[self.strategy.configrecord_key] = self._config(client, epochs_share)
+        config = self._config(client, epochs_share)
+        if self.strategy.update_dtype != "model" and sent.params is self._state.params:
+            # y_i is restored from x: who is sent another model replies with a whole one.
+            config["fedstrat.update-dtype"] = self.strategy.update_dtype
+        content[self.strategy.configrecord_key] = config
         content |= self._extra(sent.extra)
         if sent.params is None:
             content["buffers"] = self._buffers

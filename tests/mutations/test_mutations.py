@@ -17,6 +17,7 @@ REFERENCE = "tests/strategies/test_reference.py"
 REFERENCE_B = "tests/strategies/test_reference_b.py"
 REFERENCE_C = "tests/strategies/test_reference_c.py"
 REFERENCE_MORE = "tests/strategies/test_reference_more.py"
+UPDATE_DTYPE = "tests/strategies/test_update_dtype.py"
 
 
 @dataclass(frozen=True)
@@ -286,6 +287,30 @@ MUTATIONS = [
         "torch.sort(-theta[candidates], stable=True)",
         REFERENCE_C,
         "FedCSPACK and top_k and float64",
+    ),
+    Mutation(
+        "update_dtype: displacements taken off",
+        "fedstrat/deltas.py",
+        "copy=True).add_(b)",
+        "copy=True).neg_().add_(b)",
+        UPDATE_DTYPE,
+        "FedAvg and by_hand",
+    ),
+    Mutation(
+        "update_dtype: FedSMOO's h_i adds up what the server didn't see",
+        "fedstrat/strategies/fedsmoo.py",
+        "self.sent[n].detach()",
+        "self.params[n].detach()",
+        UPDATE_DTYPE,
+        "stays_the_mean",
+    ),
+    Mutation(
+        "FedCSPACK: the divergence the other way round",
+        "fedstrat/aggregation/packs.py",
+        "a.softmax(1).mul_(difference)",
+        "b.softmax(1).mul_(-difference)",
+        "tests/strategies/test_fedcspack.py",
+        "every_pack_alone",
     ),
     Mutation(
         "FedCSPACK: error feedback forgets",

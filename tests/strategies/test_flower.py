@@ -208,7 +208,10 @@ def test_configs_hold_the_users_entries_and_the_round() -> None:
 
 # --- Flower's arguments ----------------------------------------------------------------------------------------------
 
-OWN = {"seed", "trainable", "round_timeout", "connect_timeout", "min_replies", "max_failed_rounds", "max_update_norm"}
+OWN = {
+    "seed", "trainable", "round_timeout", "connect_timeout", "min_replies", "max_failed_rounds", "max_update_norm",
+    "update_dtype",
+}  # fmt: skip
 
 
 def parameters(function: Callable[..., Any]) -> dict[str, Any]:

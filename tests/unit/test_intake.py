@@ -8,7 +8,7 @@ import resource
 import tracemalloc
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,16 @@ from hypothesis import strategies as st
 import fedstrat
 from fedstrat.errors import PayloadError
 from fedstrat.payloads import RAW, Layout, Params, Payload, Update, numpy_array, raw_array, view
-from fedstrat.strategies.intake import Expected, Ignored, Keys, clip_update, mean_metrics, read_counts, read_update
+from fedstrat.strategies.intake import (
+    Expected,
+    Ignored,
+    Keys,
+    Rounded,
+    clip_update,
+    mean_metrics,
+    read_counts,
+    read_update,
+)
 from tests.unit.asked import Asked
 
 NPY = "numpy.ndarray"
@@ -64,6 +73,20 @@ def reply() -> RecordDict:
     return RecordDict({name: record.copy() for name, record in GOOD.items()})
 
 
+PARAMS, BUFFERS = LAYOUT.split(MODEL)
+ROUNDED = replace(EXPECTED, rounded=Rounded(PARAMS, BUFFERS, torch.bfloat16))
+
+
+def displaced() -> RecordDict:
+    """A good reply that holds displacements of 1/4, and one buffer that changed."""
+    content = reply()
+    del content["arrays"]
+    quarter = {n: torch.full_like(p, 0.25, dtype=torch.bfloat16) for n, p in PARAMS.items()}
+    content["delta"] = ArrayRecord({n: raw_array(d) for n, d in quarter.items()})
+    content["buffers"] = ArrayRecord({"norm.num_batches_tracked": raw_array(torch.tensor(8))})
+    return content
+
+
 def read(content: RecordDict, expected: Expected = EXPECTED) -> Update[Any] | Ignored:
     return read_update(content, "3", expected)
 
@@ -90,6 +113,25 @@ def test_a_plain_flower_client_is_read():
     assert update.num_examples == 5
     assert update.num_steps == 1
     assert math.isnan(update.lr_sum)
+
+
+def test_displacements_are_read_as_the_model_that_they_restore():
+    update = read(displaced(), ROUNDED)
+    assert isinstance(update, Update)
+    assert list(update.params) == list(LAYOUT.trainable)
+    for name, y in update.params.items():
+        assert torch.equal(y, (MODEL[name].float() + 0.25).to(MODEL[name].dtype))
+        assert y.dtype == MODEL[name].dtype
+    assert torch.equal(update.buffers["norm.running_mean"], MODEL["norm.running_mean"])
+    assert update.buffers["norm.num_batches_tracked"] == 8
+    # A whole model is as good, and counts where both came.
+    assert torch.equal(read(reply(), ROUNDED).params["brain"], MODEL["brain"])
+    both = displaced()
+    both["arrays"] = GOOD["arrays"].copy()
+    assert torch.equal(read(both, ROUNDED).params["brain"], MODEL["brain"])
+    # Nobody asked for them.
+    with pytest.raises(PayloadError, match=r"expected an ArrayRecord 'arrays', but got \['buffers', 'client',"):
+        read(displaced())
 
 
 METRICS_REFUSED = [
@@ -381,17 +423,22 @@ class Watch:
         return result
 
 
-def test_6000_mutated_replies_are_read_or_refused():
-    """6000 replies with one to three mutations each: read, or refused with PayloadError, within their own size."""
+@pytest.mark.parametrize(
+    ("good", "expected", "replies"),
+    [(reply, EXPECTED, REPLIES), (displaced, ROUNDED, REPLIES // 3)],
+    ids=["models", "displacements"],
+)
+def test_6000_mutated_replies_are_read_or_refused(good, expected, replies):
+    """One to three mutations each: read, or refused with PayloadError, within their own size."""
     rng = random.Random(1)
     before = {name: tensor.clone() for name, tensor in MODEL.items()}
     watch = Watch()
-    read(reply())  # torch imports parts of itself at its first use
+    read(good(), expected)  # torch imports parts of itself at its first use
     with memory_limit(2**30):
-        for _ in range(REPLIES):
-            content = reply()
+        for _ in range(replies):
+            content = good()
             what = "; ".join(mutate(rng, content) for _ in range(rng.randint(1, 3)))
-            update = watch.run(lambda content=content: read(content), what, size_of(content))
+            update = watch.run(lambda content=content: read(content, expected), what, size_of(content))
             if isinstance(update, Update):
                 assert update.num_examples > 0, what
                 assert math.isfinite(update.num_examples), what
@@ -400,8 +447,8 @@ def test_6000_mutated_replies_are_read_or_refused():
                     n: (MODEL[n].shape, MODEL[n].dtype) for n in LAYOUT.trainable
                 }, what
     assert not watch.faults
-    assert watch.outcomes["refused"] > REPLIES / 2
-    assert watch.outcomes["read"] > REPLIES / 50
+    assert watch.outcomes["refused"] > replies / 2
+    assert watch.outcomes["read"] > replies / 50
     assert all(torch.equal(tensor, before[name]) for name, tensor in MODEL.items())
 
 
