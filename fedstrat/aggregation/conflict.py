@@ -21,7 +21,7 @@ SingleClient = Literal["formula", "raw"]
 
 _BLOCK_NUMBERS = 1 << 20
 """Numbers of the deltas that are copied at one time; they should stay in the cache."""
-BLOCK_COLUMNS = 1 << 15
+BLOCK_COLUMNS = 1 << 16
 """Most columns of the deltas that are copied at one time."""
 
 

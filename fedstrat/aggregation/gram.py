@@ -19,7 +19,7 @@ Piece = list[tuple[str, slice]]
 
 _ROUNDING = 4.0 * float(torch.finfo(torch.float32).eps)
 _SUMMED = 16
-"""Rows that are summed in float32 before their sum goes to float64."""
+"""Rows that are combined at a time, in float32 where that pays; sums of these go to float64."""
 EXACT_NUMBERS = 1 << 18
 """With at most so many numbers float64 costs nothing worth saving."""
 
@@ -56,13 +56,13 @@ class Displacements:
         Args:
             coefficients: Shape (rows,), float64.
             names: The parameters.
-            single: Whether differences and sums over a few rows may be rounded to float32.
+            single: See :meth:`sums`.
         """
         chosen = self._names(names)
         result = {name: torch.empty(self.params[name].numel(), dtype=torch.float64) for name in chosen}
-        for piece, block in self.blocks(chosen, single=single):
-            put(result, piece, combination(coefficients, block))
-        return {name: flat.reshape(self.params[name].shape) for name, flat in result.items()}
+        for piece, _, total in self.sums(coefficients, chosen, single=single):
+            put(result, piece, total)
+        return {name: flat.view(self.params[name].shape) for name, flat in result.items()}
 
     def may_be_single(self, names: Sequence[str] | None = None) -> bool:
         """Whether float32 pays and loses nothing of the numbers as they came: many of them, and none in float64."""
@@ -80,20 +80,56 @@ class Displacements:
             single: Whether rows are rounded to float32, where :meth:`may_be_single`; float64 otherwise. A difference of
                 float32 numbers within a factor of two of each other is exact, any other is rounded once.
         """
-        chosen = self._names(names)
-        dtype = torch.float32 if single and self.may_be_single(chosen) else torch.float64
-        room = min(block_columns(len(self)), sum(self.params[name].numel() for name in chosen))
-        memory, base = torch.empty(len(self) * room, dtype=dtype), torch.empty(room, dtype=dtype)
-        for piece, width in pieces(self.params, chosen, room):
-            block, x = memory[: len(self) * width].view(len(self), width), base[:width]
-            take(self.params, piece, x)
-            for row, tensors in zip(block, (*self.clients, *self.remembered), strict=True):
-                take(tensors, piece, row)
-            block[: len(self.clients)] -= x
-            yield piece, block
+        for piece, _, blocks in self._walk(self._names(names), len(self), single=single):
+            yield piece, next(blocks)
+
+    def sums(
+        self, coefficients: torch.Tensor, names: Sequence[str] | None = None, *, single: bool = False
+    ) -> Iterator[tuple[Piece, torch.Tensor, torch.Tensor]]:
+        """Yield columns, x there and ``sum_i coefficients_i row_i`` there, both of shape (columns,).
+
+        Args:
+            coefficients: Shape (rows,), float64.
+            names: The parameters; all by default.
+            single: Whether differences, and sums of at most 16 rows, may be rounded to float32; see :meth:`blocks`.
+                More rows are summed in float64, 16 at a time.
+        """
+        for piece, x, blocks in self._walk(self._names(names), _SUMMED, single=single):
+            factors = torch.split(coefficients.to(x.dtype), _SUMMED)
+            first, *others = (few @ block for few, block in zip(factors, blocks, strict=True))
+            yield piece, x, sum(others, start=first.double()) if others else first
+
+    def _walk(
+        self, names: list[str], at_once: int, *, single: bool
+    ) -> Iterator[tuple[Piece, torch.Tensor, Iterator[torch.Tensor]]]:
+        """Yield columns, x there and the rows there, ``at_once`` at a time."""
+        dtype = torch.float32 if single and self.may_be_single(names) else torch.float64
+        at_once = min(at_once, len(self))
+        room = min(block_columns(at_once), sum(self.params[name].numel() for name in names))
+        memory, base = torch.empty(at_once * room, dtype=dtype), torch.empty(room, dtype=dtype)
+        params = flat(self.params, names)
+        rows = [(flat(y, names), True) for y in self.clients] + [(flat(row, names), False) for row in self.remembered]
+
+        def blocks(piece: Piece, x: torch.Tensor) -> Iterator[torch.Tensor]:
+            for first in range(0, len(rows), at_once):
+                few = rows[first : first + at_once]
+                block = memory[: len(few) * len(x)].view(len(few), len(x))
+                for out, (tensors, from_x) in zip(block, few, strict=True):
+                    take(tensors, piece, out, x if from_x else None)
+                yield block
+
+        for piece, width in pieces(self.params, names, room):
+            x = base[:width]
+            take(params, piece, x)
+            yield piece, x, blocks(piece, x)
 
     def _names(self, names: Sequence[str] | None) -> list[str]:
         return list(self.params if names is None else names)
+
+
+def flat(tensors: Tensors, names: Sequence[str]) -> dict[str, torch.Tensor]:
+    """Return some tensors as vectors, views where they are contiguous."""
+    return {name: tensors[name].flatten() for name in names}
 
 
 def pieces(params: Tensors, names: Sequence[str], room: int) -> Iterator[tuple[Piece, int]]:
@@ -113,37 +149,29 @@ def pieces(params: Tensors, names: Sequence[str], room: int) -> Iterator[tuple[P
         yield piece, width
 
 
-def take(tensors: Tensors, piece: Piece, out: torch.Tensor) -> None:
-    """Copy a piece of some tensors into ``out``, shape (columns,)."""
-    parts = []
-    for name, columns in piece:
-        flat = tensors[name].reshape(-1)
-        parts.append(flat if columns.stop - columns.start == len(flat) else flat[columns])
-    if len(parts) > 1 and all(part.dtype == out.dtype for part in parts):
+def take(vectors: Tensors, piece: Piece, out: torch.Tensor, origin: torch.Tensor | None = None) -> None:
+    """Copy a piece of some vectors into ``out``, less ``origin`` where it is given; both of shape (columns,)."""
+    parts = [vectors[name] for name, _ in piece]
+    for end in {0, len(piece) - 1}:  # those between are whole
+        parts[end] = parts[end][piece[end][1]]
+    if len(parts) == 1 and origin is not None:
+        torch.sub(parts[0], origin, out=out)  # in one pass
+        return
+    if len(parts) > 1 and parts[0].dtype == out.dtype:
         torch.cat(parts, out=out)
     else:
         out.copy_(torch.cat(parts) if len(parts) > 1 else parts[0])
+    if origin is not None:
+        out.sub_(origin)
 
 
-def put(flat: Mapping[str, torch.Tensor], piece: Piece, values: torch.Tensor) -> None:
-    """Write a piece's values, shape (columns,), to where they belong in flat tensors."""
+def put(vectors: Tensors, piece: Piece, values: torch.Tensor) -> None:
+    """Write a piece's values, shape (columns,), to where they belong in some vectors."""
     start = 0
     for name, columns in piece:
         width = columns.stop - columns.start
-        flat[name][columns] = values[start : start + width]
+        vectors[name][columns] = values[start : start + width]
         start += width
-
-
-def combination(coefficients: torch.Tensor, block: torch.Tensor) -> torch.Tensor:
-    """Return ``coefficients @ B`` in float64; rows in float32 are summed a few at a time."""
-    if block.dtype == torch.float64:
-        return coefficients @ block
-    factors = coefficients.to(block.dtype)
-    total = torch.zeros(block.shape[1], dtype=torch.float64)
-    for first in range(0, len(block), _SUMMED):
-        rows = slice(first, first + _SUMMED)
-        total += factors[rows] @ block[rows]
-    return total
 
 
 def rounding_of(params: Tensors, names: Sequence[str] | None = None) -> float:

@@ -1,11 +1,11 @@
 """Layer groups: which parameters share one direction, and passes over a group's displacements in column blocks."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
 from fedstrat.aggregation.conflict import Products, Solution, combine, products
-from fedstrat.aggregation.gram import Displacements, Piece, combination, put, rounding_of, take
+from fedstrat.aggregation.gram import Displacements, Piece, flat, put, rounding_of, take
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -86,16 +86,17 @@ def group_direction(
     """
     rows = Displacements(params, clients)
     single = rows.may_be_single(names)
+    vectors = None if previous is None else flat(previous, names)
 
-    def blocks() -> Iterator[tuple[Piece, torch.Tensor, torch.Tensor | None]]:
-        for piece, block in rows.blocks(names, single=single):
-            reference = None
-            if previous is not None:
-                take(previous, piece, reference := torch.empty(block.shape[1], dtype=previous[names[0]].dtype))
-            yield piece, block, reference
+    def reference(piece: Piece, columns: int) -> torch.Tensor | None:
+        if vectors is None:
+            return None
+        take(vectors, piece, there := torch.empty(columns, dtype=vectors[names[0]].dtype))
+        return there
 
     def inner() -> Products:
-        return products(((block, reference) for _, block, reference in blocks()), len(clients))
+        blocks = rows.blocks(names, single=single)
+        return products(((block, reference(piece, block.shape[1])) for piece, block in blocks), len(clients))
 
     found = inner()
     if single and not _in_range(found):
@@ -106,9 +107,9 @@ def group_direction(
         single = False
         solution = solve(inner())
     direction = {name: torch.empty(params[name].numel(), dtype=torch.float64) for name in names}
-    for piece, block, reference in blocks():
-        put(direction, piece, combine(solution, combination(solution.deltas, block), reference))
-    return solution, {name: flat.reshape(params[name].shape) for name, flat in direction.items()}
+    for piece, _, total in rows.sums(solution.deltas, names, single=single):
+        put(direction, piece, combine(solution, total.double(), reference(piece, len(total))))
+    return solution, {name: vector.view(params[name].shape) for name, vector in direction.items()}
 
 
 def _in_range(inner: Products) -> bool:
