@@ -64,6 +64,18 @@ class Displacements:
             put(result, piece, total)
         return {name: flat.view(self.params[name].shape) for name, flat in result.items()}
 
+    def moved(self, coefficients: torch.Tensor, *, single: bool = False) -> dict[str, torch.Tensor]:
+        """Return ``x + sum_i coefficients_i row_i`` in x's dtypes: :meth:`combined` without a model in float64.
+
+        Args:
+            coefficients: Shape (rows,), float64.
+            single: See :meth:`sums`.
+        """
+        result = {name: torch.empty(p.numel(), dtype=p.dtype) for name, p in self.params.items()}
+        for piece, x, total in self.sums(coefficients, single=single):
+            put(result, piece, total.add_(x))
+        return {name: flat.view(self.params[name].shape) for name, flat in result.items()}
+
     def may_be_single(self, names: Sequence[str] | None = None) -> bool:
         """Whether float32 pays and loses nothing of the numbers as they came: many of them, and none in float64."""
         chosen = [self.params[name] for name in self._names(names)]

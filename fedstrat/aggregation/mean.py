@@ -35,6 +35,17 @@ def mean_deltas(params: Tensors, clients: Sequence[Tensors], weights: Sequence[f
     return Displacements(params, clients).combined(torch.tensor(weights, dtype=torch.float64), single=True)
 
 
+def mean_step(
+    params: Tensors, clients: Sequence[Tensors], weights: Sequence[float], server_lr: float = 1.0
+) -> dict[str, torch.Tensor]:
+    """Return ``x + server_lr * sum_i w_i (y_i - x)`` in x's dtypes, without a model in float64 on the way.
+
+    The difference is taken before the sum, so clients that didn't move contribute exactly zero.
+    """
+    coefficients = server_lr * torch.tensor(weights, dtype=torch.float64)
+    return Displacements(params, clients).moved(coefficients, single=True)
+
+
 def weighted_sum(terms: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.Tensor:
     """Return ``sum_i w_i t_i`` in float64."""
     total = torch.zeros(terms[0].shape, dtype=torch.float64)

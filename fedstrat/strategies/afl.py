@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from typing_extensions import override
 
-from fedstrat.aggregation.mean import mean_deltas, moved, normalised
+from fedstrat.aggregation.mean import mean_step, normalised
 from fedstrat.aggregation.simplex import project
 from fedstrat.local.rule import LocalRule
 from fedstrat.payloads import Params, Payload, Update, state_dtype
@@ -80,8 +80,7 @@ class AFL(FedStrategy[AFLState, Payload]):
     @override
     def aggregate(self, state: AFLState, updates: Sequence[Update[Any]]) -> AFLState:
         weights = normalised([state.mixture[u.client] for u in updates])
-        delta = mean_deltas(state.params, [u.params for u in updates], weights)
-        x = moved(state.params, delta, self.server_lr)
+        x = mean_step(state.params, [u.params for u in updates], weights, self.server_lr)
         raised = dict(state.mixture)
         for u in updates:
             raised[u.client] += self.lambda_lr * u.metrics["loss-before"]

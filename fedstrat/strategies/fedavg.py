@@ -16,7 +16,7 @@ from typing import Any
 
 from typing_extensions import override
 
-from fedstrat.aggregation.mean import mean_deltas, moved, normalised
+from fedstrat.aggregation.mean import mean_step, normalised
 from fedstrat.local.rule import LocalRule
 from fedstrat.payloads import Payload, Update
 from fedstrat.strategies.base import FedStrategy
@@ -38,5 +38,5 @@ class FedAvg(FedStrategy[ServerState, Payload]):
     @override
     def aggregate(self, state: ServerState, updates: Sequence[Update[Any]]) -> ServerState:
         p = normalised([u.num_examples for u in updates])
-        delta = mean_deltas(state.params, [u.params for u in updates], p)
-        return dataclasses.replace(state, params=moved(state.params, delta, self.server_lr))
+        after = mean_step(state.params, [u.params for u in updates], p, self.server_lr)
+        return dataclasses.replace(state, params=after)

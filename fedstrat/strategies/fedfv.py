@@ -29,7 +29,6 @@ import torch
 from typing_extensions import override
 
 from fedstrat.aggregation.gram import Displacements, has_direction, rounding_of
-from fedstrat.aggregation.mean import moved
 from fedstrat.local.rule import LocalRule
 from fedstrat.payloads import Params, Payload, Update
 from fedstrat.strategies.base import FedStrategy
@@ -72,7 +71,7 @@ class FedFV(FedStrategy[HistoryState, Payload]):
         before = _length(g, gram)
         scale = length / before if before > 0.0 else 0.0
         self.note(conflicts=conflicts, external_rows=len(ages), projected_norm_share=before / length if length else 0.0)
-        after = moved(state.params, rows.combined(g), self.server_lr * scale)
+        after = rows.moved(self.server_lr * scale * g)
         return state.after(updates, after, self.tau - 1)
 
     def _without_internal_conflicts(

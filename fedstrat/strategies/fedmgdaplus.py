@@ -23,7 +23,7 @@ import torch
 from typing_extensions import override
 
 from fedstrat.aggregation.gram import Displacements, has_direction, rounding_of
-from fedstrat.aggregation.mean import moved, normalised
+from fedstrat.aggregation.mean import normalised
 from fedstrat.aggregation.simplex import min_norm_weights
 from fedstrat.payloads import Payload, Update
 from fedstrat.strategies.base import FedStrategy
@@ -57,4 +57,4 @@ class FedMGDAPlus(FedStrategy[ServerState, Payload]):
         coefficients[active] = weights / n
         norm = float((weights @ inner).clamp(min=0.0).sqrt())
         self.note(active_clients=len(n), min_inner=float(inner.min()), direction_norm=norm)
-        return dataclasses.replace(state, params=moved(state.params, rows.combined(coefficients), self.server_lr))
+        return dataclasses.replace(state, params=rows.moved(self.server_lr * coefficients))

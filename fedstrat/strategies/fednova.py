@@ -28,7 +28,7 @@ from typing import Any
 
 from typing_extensions import override
 
-from fedstrat.aggregation.mean import mean_deltas, moved, normalised
+from fedstrat.aggregation.mean import mean_deltas, mean_step, moved, normalised
 from fedstrat.local.rule import LocalRule, Tensors
 from fedstrat.payloads import Params, Payload, Update, state_dtype, zeros_like
 from fedstrat.strategies.base import FedStrategy
@@ -70,10 +70,11 @@ class FedNova(FedStrategy[FedNovaState, Payload]):
         a = [norms[u.client] for u in moving]
         tau = sum(weight * norm for weight, norm in zip(p, a, strict=True))
         factors = [tau * weight / norm for weight, norm in zip(p, a, strict=True)]
-        step = mean_deltas(state.params, [u.params for u in moving], factors)
+        ys = [u.params for u in moving]
         self.note(mean_step_norm=tau, max_step_norm=max(a), min_step_norm=min(a))
         if not self.momentum:
-            return dataclasses.replace(state, params=moved(state.params, step, self.server_lr))
+            return dataclasses.replace(state, params=mean_step(state.params, ys, factors, self.server_lr))
+        step = mean_deltas(state.params, ys, factors)
         lr = sum(weight * u.lr_sum / u.num_steps for weight, u in zip(p, moving, strict=True))
         m = {n: state.momentum[n].double().mul(self.momentum).add(d, alpha=1.0 / lr) for n, d in step.items()}
         return dataclasses.replace(

@@ -22,7 +22,7 @@ from typing import Any
 
 from typing_extensions import override
 
-from fedstrat.aggregation.mean import mean_deltas, moved
+from fedstrat.aggregation.mean import mean_step
 from fedstrat.local.rule import LocalRule
 from fedstrat.payloads import Params, Payload, Update
 from fedstrat.strategies.base import FedStrategy
@@ -51,9 +51,9 @@ class QFedAvg(FedStrategy[ServerState, Payload]):
         h = 0.0
         for u, loss, power in zip(updates, losses, powers, strict=True):
             h += power * (self.q * L**2 * squared_distance(u.params, state.params) / loss + L)
-        step = mean_deltas(state.params, [u.params for u in updates], [L * power / h for power in powers])
+        after = mean_step(state.params, [u.params for u in updates], [L * power / h for power in powers])
         self.note(largest_loss=max(losses), step_share=L * sum(powers) / h)
-        return dataclasses.replace(state, params=moved(state.params, step))
+        return dataclasses.replace(state, params=after)
 
 
 def squared_distance(one: Params, other: Params) -> float:

@@ -24,7 +24,7 @@ from typing import Literal
 import torch
 from typing_extensions import override
 
-from fedstrat.aggregation.mean import mean_deltas, moved, normalised, weighted_sum
+from fedstrat.aggregation.mean import mean_step, moved, normalised, weighted_sum
 from fedstrat.local.rule import FullGradient, LocalRule, Tensors, global_norm
 from fedstrat.payloads import Broadcast, Params, Payload, Update, zeros_like
 from fedstrat.strategies.base import FedStrategy
@@ -107,12 +107,12 @@ class SCAFFOLD(FedStrategy[ScaffoldState, ScaffoldUpdate]):
     @override
     def aggregate(self, state: ScaffoldState, updates: Sequence[Update[ScaffoldUpdate]]) -> ScaffoldState:
         weights = [state.weights[u.client] for u in updates]
-        delta = mean_deltas(state.params, [u.params for u in updates], normalised(weights))
+        after = mean_step(state.params, [u.params for u in updates], normalised(weights), self.server_lr)
         share = [w / state.total for w in weights]  # over all N, not over S
         change = {n: weighted_sum([u.extra.control_delta[n] for u in updates], share) for n in state.control}
         control = moved(state.control, change)
         self.note(control_norm=float(global_norm(list(control.values()))))
-        return dataclasses.replace(state, params=moved(state.params, delta, self.server_lr), control=control)
+        return dataclasses.replace(state, params=after, control=control)
 
 
 @dataclass
