@@ -1,5 +1,7 @@
 """Tensors as Flower Arrays and back, hostile bytes, the layout of a model, and the algorithms' own payloads."""
 
+import gc
+import sys
 import tracemalloc
 from dataclasses import dataclass
 
@@ -102,6 +104,18 @@ def test_decoding_copies_nothing(encode):
     tracemalloc.stop()
     assert start <= tensor.data_ptr() < tensor.data_ptr() + tensor.nbytes <= start + len(array.data)
     assert peak < 40_000  # a tenth of the array
+
+
+@pytest.mark.parametrize("encode", [raw_array, numpy_array])
+def test_a_decoded_tensor_keeps_its_bytes(encode):
+    original = torch.randn(1000)
+    array = encode(original)
+    references = sys.getrefcount(array.data)
+    tensor = view(array, "x")
+    assert sys.getrefcount(array.data) > references
+    del array
+    gc.collect()
+    assert torch.equal(tensor, original)
 
 
 # --- hostile bytes ---------------------------------------------------------------------------------------
