@@ -9,7 +9,7 @@ import functools
 import io
 import math
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Generic, Self, TypeVar
 
@@ -250,8 +250,10 @@ def load_arrays(
             own[name].copy_(tensor)
 
 
-def check_like(got: Params, expected: Params, what: str, *, owner: str, finite: bool = False) -> None:
-    """Check names, shapes, dtypes and, if asked, finiteness of named tensors.
+def check_like(
+    got: Params, expected: Params, what: str, *, owner: str, finite: bool = False, unless: Collection[str] = ()
+) -> None:
+    """Check names, shapes, dtypes and, if asked, finiteness of named tensors, ``unless`` they are of these.
 
     Raises:
         PayloadError: The first difference, with its record and entry.
@@ -267,7 +269,18 @@ def check_like(got: Params, expected: Params, what: str, *, owner: str, finite: 
             raise PayloadError(f"{what}/{name}: expected shape {list(like.shape)}, but got {list(tensor.shape)}")
         if tensor.dtype != like.dtype:
             raise PayloadError(f"{what}/{name}: expected {_name(like.dtype)}, but got {_name(tensor.dtype)}")
-        if finite and not is_finite(tensor):
+        if finite and name not in unless:
+            check_finite({name: tensor}, what)
+
+
+def check_finite(tensors: Params, what: str) -> None:
+    """Check that all numbers are finite.
+
+    Raises:
+        PayloadError: The first tensor of which one isn't.
+    """
+    for name, tensor in tensors.items():
+        if not is_finite(tensor):
             raise PayloadError(f"{what}/{name}: expected finite numbers, but it holds NaN or infinity")
 
 

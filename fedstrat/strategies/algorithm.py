@@ -41,13 +41,18 @@ class ServerHalf(CommonArguments, Generic[State, Up]):
     refuses_privacy: ClassVar[str | None] = NO_MEAN
     """Why Flower's differential-privacy wrappers and mods can't go around it; None where they can."""
 
+    shows_non_finite: ClassVar[bool] = False
+    """Whether NaN or infinity in any client's parameters makes new ones NaN or infinite, as in every sum over all of
+    them. Then replies' parameters are searched for the culprit only where that happened."""
+
     diagnostics: dict[str, float]
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        # A new step has to say for itself that it stands them.
-        if "aggregate" in vars(cls) and "refuses_privacy" not in vars(cls):
-            cls.refuses_privacy = NO_MEAN
+        # A new step has to say for itself what it stands and shows.
+        if "aggregate" in vars(cls):
+            cls.refuses_privacy = vars(cls).get("refuses_privacy", NO_MEAN)
+            cls.shows_non_finite = vars(cls).get("shows_non_finite", False)
 
     def check_settings(self) -> None:
         """Refuse settings that contradict one another, with a ConfigError."""

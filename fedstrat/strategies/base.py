@@ -22,7 +22,6 @@ from fedstrat.metrics.fairness import Fairness, fairness
 from fedstrat.payloads import (
     Layout,
     Params,
-    Update,
     decode,
     is_finite,
     numpy_array,
@@ -136,14 +135,16 @@ class FedStrategy(ServerHalf[State, Up], Strategy):
             ask=self.seed is not None or self.stateful_clients,
             need_examples=self.need_examples,
         )
-        self._see(met)
+        if self.state is not None:
+            self.state = self._admitted(met)
+            self.seen.update(met)
         return nodes, size
 
-    def _see(self, clients: Clients) -> None:
+    def _admitted(self, clients: Clients) -> State:
+        """The state after these clients were seen."""
         new = {client: examples for client, examples in clients.items() if client not in self.seen}
-        if new and self.state is not None:
-            self.seen.update(new)
-            self.state = self.admit(self.state, new)
+        state = cast("State", self.state)
+        return self.admit(state, new) if new else state
 
     # --- Flower's Strategy: training ------------------------------------------------------------------------
 
@@ -176,31 +177,38 @@ class FedStrategy(ServerHalf[State, Up], Strategy):
             RunFailedError: ``max_failed_rounds`` rounds in a row brought no step, or a client trains others
                 parameters than the strategy expects.
         """
+        return self._step(server_round, self._take_in(server_round, list(replies)))
+
+    def _step(self, server_round: int, taken: intake.Intake) -> tuple[ArrayRecord | None, MetricRecord | None]:
         self.trained, self.diagnostics, self.layers = (), {}, {}
-        contents, updates = self._take_in(server_round, list(replies))
+        contents, updates = taken.contents, taken.updates
         if self._asked_received:
             self.received = fairness(intake.read_received(contents, updates, server_round, self._keys))
         if len(updates) < self.min_replies:
             return self._no_step(server_round, f"{len(updates)} usable replies, expected at least {self.min_replies}")
         if self.wrapper is not None:
             check_equal_weights(self.wrapper, [u.num_examples for u in updates], self.weighted_by_key)
-        self._see({u.client: u.num_examples for u in updates})
+        met = {u.client: u.num_examples for u in updates}
+        before = self._admitted(met)
         with torch.no_grad():
             try:
-                after = self.aggregate(cast("State", self.state), updates)
+                after = self.aggregate(before, updates)
             except (torch.linalg.LinAlgError, np.linalg.LinAlgError) as error:  # type: ignore[attr-defined]
                 why = f"an update may be too large (max_update_norm bounds them): {error}"
                 return self._no_step(server_round, f"the step can't be computed; {why}")
             weights = normalised([u.num_examples for u in updates])
             buffers = aggregate_buffers(self.buffers, [u.buffers for u in updates], weights)
         broken = [name for name, p in after.params.items() if not is_finite(p)]
+        if broken and self._unchecked and taken.drop_non_finite(self.arrayrecord_key, server_round):
+            return self._step(server_round, taken)
         if broken:
             return self._no_step(server_round, f"the step would make '{broken[0]}' NaN or infinite; it wasn't taken")
         if self.measures and self.wrapper is None:  # a wrapper's noise doesn't cover these numbers
-            numbers, self.layers = measured(self, cast("State", self.state), updates)
+            numbers, self.layers = measured(self, before, updates)
             self.note(**numbers)
         self.moving |= {n for n, b in buffers.items() if not torch.equal(b, self.buffers[n])}
         self.state, self.buffers = after, buffers
+        self.seen.update(met)
         self.arrays = self.encode(self.evaluated(after), buffers)
         self.trained = tuple(u.client for u in updates)
         self.accepted.update(dict.fromkeys(self.trained, server_round))
@@ -210,7 +218,14 @@ class FedStrategy(ServerHalf[State, Up], Strategy):
             metrics.pop(counted, None)
         return self.arrays, metrics
 
-    def _take_in(self, server_round: int, replies: list[Message]) -> tuple[list[RecordDict], list[Update[Up]]]:
+    @property
+    def _unchecked(self) -> frozenset[str]:
+        """Parameters of replies that are searched for NaN and infinity only where the step came out so."""
+        # Clipping reads all numbers anyway, and a wrapper's weights are looked at before the step.
+        waits = self.shows_non_finite and self.max_update_norm is None and self.wrapper is None
+        return frozenset(cast("Layout", self.layout).trainable if waits else ())
+
+    def _take_in(self, server_round: int, replies: list[Message]) -> intake.Intake:
         expected = intake.Expected(
             server_round=server_round,
             layout=cast("Layout", self.layout),
@@ -218,6 +233,7 @@ class FedStrategy(ServerHalf[State, Up], Strategy):
             payload=self.payload,
             needs=self.asks,
             buffers=None if self.sends_model else self.buffers,
+            unchecked=self._unchecked,
             check=self.check_update,
             rounded=self._rounded(),
         )
@@ -234,12 +250,11 @@ class FedStrategy(ServerHalf[State, Up], Strategy):
         for client in taken.lost:
             self.accepted.pop(client, None)
             self.state = self.forget(cast("State", self.state), client)
-        updates = taken.updates
         if self.max_update_norm is not None and self.sends_model:
-            params = cast("State", self.state).params
-            updates = [intake.clip_update(u, params, self.max_update_norm, server_round) for u in updates]
+            params, longest = cast("State", self.state).params, self.max_update_norm
+            taken.updates = [intake.clip_update(u, params, longest, server_round) for u in taken.updates]
         self._sent, self.failed = [], taken.failed
-        return taken.contents, updates
+        return taken
 
     def _rounded(self) -> intake.Rounded | None:
         if self.update_dtype == "model":

@@ -13,7 +13,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDic
 from fedstrat import deltas
 from fedstrat.errors import PayloadError, RunFailedError
 from fedstrat.naming import kebab
-from fedstrat.payloads import Layout, Params, Payload, Update, check_like, decode
+from fedstrat.payloads import Layout, Params, Payload, Update, check_finite, check_like, decode
 
 logger = logging.getLogger("flwr")
 
@@ -69,6 +69,7 @@ class Expected:
         payload: What the algorithm's client half adds.
         needs: Metrics without which the algorithm can't use the reply, for example ``("lr-sum",)``.
         buffers: The present buffers, where replies hold no model but only the buffers that changed.
+        unchecked: Parameters that aren't looked at for NaN and infinity, since the step shows them.
         check: The algorithm's own look at a payload; raises PayloadError.
         rounded: Set where rounded displacements are accepted in place of models.
     """
@@ -79,6 +80,7 @@ class Expected:
     payload: type[Payload]
     needs: tuple[str, ...] = ()
     buffers: Params | None = None
+    unchecked: frozenset[str] = frozenset()
     check: Callable[[Any], None] = lambda _: None
     rounded: Rounded | None = None
 
@@ -109,6 +111,25 @@ class Intake:
     lost: list[str] = field(default_factory=list)
     errors: int = 0
 
+    def drop(self, client: str, error: PayloadError, server_round: int) -> None:
+        """Note why a client's reply can't be used; the first reason counts."""
+        self.failed.setdefault(client, str(error))
+        logger.warning("round %d: client %s is dropped: %s", server_round, client, error)
+
+    def drop_non_finite(self, what: str, server_round: int) -> bool:
+        """Drop the updates whose parameters hold NaN or infinity; returns whether there were any."""
+        good = []
+        for update, content in zip(self.updates, self.contents, strict=True):
+            try:
+                check_finite(update.params, what)
+                good.append((update, content))
+            except PayloadError as error:
+                self.failed.pop(update.client, None)  # that of a second reply
+                self.drop(update.client, error, server_round)
+        dropped = len(self.updates) - len(good)
+        self.updates, self.contents = [update for update, _ in good], [content for _, content in good]
+        return dropped > 0
+
 
 def sort_out(replies: Iterable[tuple[str, Message]], expected: Expected) -> Intake:
     """Read a round's training replies; each that can't be used costs one log line.
@@ -132,8 +153,7 @@ def sort_out(replies: Iterable[tuple[str, Message]], expected: Expected) -> Inta
             check_trainable(client, content, expected.layout)
             update = read_update(content, client, expected)
         except PayloadError as error:
-            intake.failed.setdefault(client, str(error))
-            logger.warning("round %d: client %s is dropped: %s", expected.server_round, client, error)
+            intake.drop(client, error, expected.server_round)
             continue
         if isinstance(update, Ignored):
             logger.info("round %d: client %s is left out: %s", expected.server_round, client, update.reason)
@@ -268,7 +288,8 @@ def _read_model(content: RecordDict, expected: Expected) -> tuple[Params, Params
             raise PayloadError(f"expected an ArrayRecord '{keys.arrays}', but got {sorted(content.keys())}")
         record = content.array_records[others[0]]
     model = decode(record, keys.arrays)
-    check_like(model, layout.arrays, keys.arrays, owner="the global model", finite=True)
+    like, unless = layout.arrays, expected.unchecked
+    check_like(model, like, keys.arrays, owner="the global model", finite=True, unless=unless)
     return layout.split(model)
 
 

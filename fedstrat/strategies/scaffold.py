@@ -72,6 +72,7 @@ class SCAFFOLD(FedStrategy[ScaffoldState, ScaffoldUpdate]):
     payload = ScaffoldUpdate
     needs = ("num-steps", "lr-sum")
     stateful_clients = True
+    shows_non_finite = True
 
     server_lr: float = hyper(default=1.0, gt=0.0, symbol="eta_g", doc="scales the averaged displacement")
     option: Literal[1, 2] = hyper(default=2, doc="how c_i is renewed: 1 gradient at x, 2 displacement")

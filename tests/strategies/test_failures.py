@@ -1,7 +1,9 @@
 """Clients that fail, are late or slow, nodes that never come, workers that die: what a run does then."""
 
+import dataclasses
 import logging
-from collections.abc import Iterable
+import math
+from collections.abc import Callable, Iterable
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -16,7 +18,7 @@ import fedstrat
 from fedstrat.errors import PayloadError, RunFailedError
 from fedstrat.payloads import decode, raw_array
 from fedstrat.simulation import InProcessGrid
-from fedstrat.strategies import ALGORITHMS, cohort, intake, rounds
+from fedstrat.strategies import ALGORITHMS, FedAvg, cohort, intake, rounds
 from fedstrat.strategies.cohort import wait_for_nodes
 from tests.strategies import small
 from tests.strategies.small import CLIENTS, Recorder, bits, frozen, start
@@ -79,6 +81,91 @@ def test_one_client_of_five_with_nan_is_dropped_by_name_in_one_line(caplog: pyte
     assert run.reports[0].trained == ("0", "1", "2", "4")
     lines = [record.getMessage() for record in caplog.records if "dropped" in record.getMessage()]
     assert lines == ["round 1: client 3 is dropped: arrays/weight: " + run.reports[0].failed["3"].split(": ", 1)[1]]
+
+
+SHOWING = [name for name, entry in ALGORITHMS.items() if entry.strategy.shows_non_finite]
+
+
+def broken(name: str, value: float) -> Callable[[RecordDict], RecordDict]:
+    """Puts a number into the last place of one array of a reply."""
+
+    def alter(content: RecordDict) -> RecordDict:
+        tensor = decode(content["arrays"], "test")[name].clone()
+        tensor.view(-1)[-1] = value
+        return small.with_array(content, name, raw_array(tensor))
+
+    return alter
+
+
+BROKEN: dict[str, dict[str, Callable[[RecordDict], RecordDict]]] = {
+    "nan": {"3": broken("output.bias", math.nan)},
+    "infinities that cancel": {"0": broken("scale", math.inf), "4": broken("scale", -math.inf)},
+    "a tied name's": {"1": broken("again.weight", math.nan)},
+    "a buffer's": {"2": broken("norm.running_var", math.inf), "3": broken("hidden.bias", math.nan)},
+    "all": {client: broken("hidden.weight", math.inf) for client in CLIENTS},
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+@pytest.mark.parametrize("algorithm", SHOWING)
+def test_whom_the_step_shows_is_dropped_as_if_looked_at_first(
+    algorithm: str, case: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Everything that a run leaves behind is that of a strategy that looks at every reply before its step."""
+    caplog.set_level(logging.WARNING, logger="flwr")
+
+    def alter(t: int, client: str, content: RecordDict) -> RecordDict:
+        return BROKEN[case].get(client, lambda same: same)(content) if t == 2 else content
+
+    def left_by(showing: bool) -> Any:
+        caplog.clear()
+        cls = type("Own", (ALGORITHMS[algorithm].strategy,), {"shows_non_finite": showing})
+        strategy = cls(seed=7, fraction_evaluate=0.0, evaluate_in_train=True, trainable=small.TRAINED)
+        app = small.client_app(small.everything, test_data=small.batches)
+        run = start(strategy, Recorder(app, alter=alter), small.everything, 3)
+        assert run.reports[1].trained == tuple(c for c in CLIENTS if c not in BROKEN[case])
+        assert run.reports[1].failed.keys() == BROKEN[case].keys()
+        lines = [record.getMessage() for record in caplog.records]
+        reports = [dataclasses.replace(report, seconds=0.0) for report in run.reports]
+        left = [run.models, strategy.state, strategy.buffers, strategy.accepted, strategy.seen, strategy.moving]
+        return frozen(left), reports, sorted(lines)
+
+    assert left_by(showing=True) == left_by(showing=False)
+
+
+@pytest.mark.parametrize("algorithm", SHOWING)
+def test_good_replies_are_not_searched(algorithm: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+    checked = "fedstrat.payloads.check_finite"
+    monkeypatch.setattr(checked, lambda tensors, what: seen.extend(f"{what}/{name}" for name in tensors))
+    start(make(algorithm), Recorder(small.client_app(small.convex)), small.convex, 1)
+    assert not any(name.startswith("arrays/") for name in seen)
+    start(make("craft"), Recorder(small.client_app(small.convex)), small.convex, 1)
+    assert seen.count("arrays/weight") == seen.count("arrays/bias") == len(CLIENTS)
+
+
+def test_a_step_of_ones_own_is_not_trusted_to_show_them() -> None:
+    class Hiding(FedAvg):
+        def aggregate(self, state: Any, updates: Any) -> Any:
+            return super().aggregate(state, updates[:1])
+
+    class Showing(Hiding):
+        shows_non_finite = True
+
+    assert FedAvg.shows_non_finite
+    assert not Hiding.shows_non_finite
+    assert Showing.shows_non_finite
+    assert {"fedavg", "fedprox", "scaffold"} <= set(SHOWING)
+    assert not {"craft", "config", "qfedavg", "ditto", "fedlf"} & set(SHOWING)
+
+
+@pytest.mark.parametrize("setting", [{"max_update_norm": 1e6}, {}])
+def test_clipping_names_them_too(setting: dict[str, float]) -> None:
+    def alter(t: int, client: str, content: RecordDict) -> RecordDict:
+        return nan(content) if client == "3" else content
+
+    run = start(make("fedavg", **setting), Recorder(small.client_app(small.convex), alter=alter), small.convex, 1)
+    assert run.reports[0].failed == {"3": "arrays/weight: expected finite numbers, but it holds NaN or infinity"}
 
 
 # --- too few replies -------------------------------------------------------------------------------------------------

@@ -75,6 +75,25 @@ def test_in_float64_the_step_is_x_plus_the_combination_bit_by_bit(
     assert all(torch.equal(p, moved(x, rows.combined(weights))[n]) for n, p in rows.moved(weights).items())
 
 
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("exact", [0, 10**9])
+@pytest.mark.parametrize("m", [1, 16, 40])
+@pytest.mark.parametrize("dtypes", DTYPES)
+def test_no_weight_is_too_small_for_nan_or_infinity_to_show(
+    dtypes: str, m: int, exact: int, value: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also one that is 0 in float32, wherever the number is."""
+    monkeypatch.setattr(gram, "EXACT_NUMBERS", exact)
+    x, ys = problem(m, DTYPES[dtypes])
+    for name, place in (("conv", 0), ("scalar", 0), ("large", 160), ("last", 4)):
+        broken = [dict(y) for y in ys]
+        broken[m // 2][name] = ys[m // 2][name].clone()
+        broken[m // 2][name].view(-1)[place] = value
+        weights = [1e-300 if i == m // 2 else 1.0 for i in range(m)]
+        after = mean_step(x, broken, weights)
+        assert {n for n, p in after.items() if not p.isfinite().all()} == {name}
+
+
 def test_remembered_rows_are_displacements_already(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fedstrat.aggregation.conflict.BLOCK_COLUMNS", 7)
     x, ys = problem(20, DTYPES["float32"])
