@@ -82,7 +82,7 @@ def view(array: Array, what: str) -> torch.Tensor:
         PayloadError: Bytes, dtype and declared shape contradict each other, or the serialisation is unknown.
     """
     shape = tuple(array.shape)
-    if len(shape) > _MAX_DIMENSIONS or not _INTEGER.issuperset(map(type, shape)) or (shape and _endless(shape)):
+    if len(shape) > _MAX_DIMENSIONS or not _INTEGER.issuperset(map(type, shape)) or _impossible(shape):
         raise PayloadError(f"{what}: expected a shape of few non-negative integers, but got {str(shape)[:200]}")
     data = array.data
     if array.stype == RAW:
@@ -96,9 +96,9 @@ def view(array: Array, what: str) -> torch.Tensor:
     return _view_npy(array, shape, what)
 
 
-def _endless(shape: tuple[int, ...]) -> bool:
+def _impossible(shape: tuple[int, ...]) -> bool:
+    smallest = min(shape, default=1)
     # An empty array needs no bytes whatever its other sizes are, so these are bounded apart.
-    smallest = min(shape)
     return smallest < 0 or (smallest == 0 and math.prod(max(n, 1) for n in shape) > _MAX_NUMBERS)
 
 

@@ -131,8 +131,10 @@ class Displacements:
                 yield block
 
         for piece, width in pieces(self.params, names, room):
-            x = base[:width]
-            take(params, piece, x)
+            name, columns = piece[0]
+            x = params[name][columns]
+            if len(piece) > 1 or x.dtype != dtype:  # else it is there already
+                take(params, piece, x := base[:width])
             yield piece, x, blocks(piece, x)
 
     def _names(self, names: Sequence[str] | None) -> list[str]:

@@ -11,7 +11,7 @@ from flwr.serverapp import Grid
 from fedstrat.errors import RunFailedError
 from fedstrat.flower import client_order, exchange, in_order
 from fedstrat.seeding import rng
-from fedstrat.strategies.intake import check_worker
+from fedstrat.strategies.intake import about_client, check_worker
 
 logger = logging.getLogger("flwr")
 
@@ -214,7 +214,7 @@ class Roster:
             node = node_of.get(reply.metadata.reply_to_message_id, reply.metadata.src_node_id)
             client = self.client_of(node)
             if node not in self.clients and reply.has_content():
-                said = reply.content.config_records.get("client", ConfigRecord()).get("client-id")
+                said = about_client(reply.content).get("client-id")
                 if isinstance(said, str):
                     client = said
                     if said not in self.clients.values():

@@ -3,7 +3,7 @@
 import logging
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -211,7 +211,7 @@ def check_trainable(client: str, content: RecordDict, layout: Layout) -> None:
     Raises:
         RunFailedError: They differ; going on would train something else than was asked for.
     """
-    theirs = _about(content).get("trainable")
+    theirs = about_client(content).get("trainable")
     if isinstance(theirs, list) and set(theirs) != set(layout.trainable):
         ours = set(layout.trainable)
         raise RunFailedError(
@@ -233,7 +233,7 @@ def read_update(content: RecordDict, client: str, expected: Expected) -> Update[
         PayloadError: Something is missing or wrong; the message names record and entry.
     """
     layout, keys, payload = expected.layout, expected.keys, expected.payload
-    about = _about(content)
+    about = about_client(content)
     trained_round = about.get("trained-round", expected.server_round)
     if trained_round != expected.server_round:
         raise PayloadError(f"it answers round {trained_round!r}, expected round {expected.server_round}")
@@ -449,11 +449,13 @@ def mean_metrics(records: list[RecordDict], weight_key: str) -> dict[str, int | 
 
 
 def _metrics(content: RecordDict) -> MetricRecord:
-    records: Mapping[str, MetricRecord] = content.metric_records
+    records = {name: record for name, record in content.items() if isinstance(record, MetricRecord)}
     if len(records) != 1:
         raise PayloadError(f"expected one MetricRecord, but got {len(records)} ({', '.join(records) or 'none'})")
     return next(iter(records.values()))
 
 
-def _about(content: RecordDict) -> ConfigRecord:
-    return content.config_records.get("client", ConfigRecord())
+def about_client(content: RecordDict) -> ConfigRecord:
+    """What a reply says about its client; empty where it says nothing."""
+    record = content.get("client")
+    return record if isinstance(record, ConfigRecord) else ConfigRecord()
