@@ -2,9 +2,9 @@
 
 import time
 from collections.abc import Iterable, Mapping
-from typing import TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
-from flwr.app import ConfigRecord, Context, Message
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.serverapp import Grid
 
 try:
@@ -13,6 +13,7 @@ except ImportError:  # older releases need no identity to create a Message
     TaskIdentity = None  # type: ignore[assignment, misc]
 
 Scalar: TypeAlias = bool | int | float | str
+Record = TypeVar("Record", ArrayRecord, ConfigRecord, MetricRecord)
 
 SERVER_NODE_ID = 1
 _BORROWED = 1  # the run id outside of a run
@@ -79,3 +80,17 @@ def in_order(clients: Iterable[str]) -> list[str]:
 def scalars(config: Mapping[str, object] | ConfigRecord) -> dict[str, Scalar]:
     """The scalar entries of a config."""
     return {key: value for key, value in config.items() if isinstance(value, bool | int | float | str)}
+
+
+def records(content: RecordDict, kind: type[Record]) -> dict[str, Record]:
+    """The records of one kind, as Flower's ``array_records`` and the like, whose checked copies cost more to make."""
+    return {name: record for name, record in content.items() if isinstance(record, kind)}
+
+
+def copied(content: RecordDict) -> RecordDict:
+    """Copy records: whoever sets or removes an entry of the copy leaves the original. Arrays, as values, are shared."""
+    return RecordDict({name: _copied(record) for name, record in content.items()})
+
+
+def _copied(record: Any) -> Any:
+    return record.copy() if hasattr(record, "copy") else type(record)(dict(record))  # older releases lack it

@@ -6,12 +6,12 @@ import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from flwr.app import ArrayRecord, ConfigRecord, Context, Error, Message, MetricRecord, RecordDict
+from flwr.app import Context, Error, Message, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid
 
 from fedstrat.errors import ConfigError
-from fedstrat.flower import Scalar, borrow_identity, return_identity
+from fedstrat.flower import Scalar, borrow_identity, copied, return_identity
 
 logger = logging.getLogger("flwr")
 
@@ -113,12 +113,12 @@ class InProcessGrid(Grid):
         # The client gets its own records (arrays are immutable bytes and shared), and a state that only a
         # call that returns may replace.
         sent = copy.copy(message)
-        sent.content = _copy(message.content)
+        sent.content = copied(message.content)
         working = Context(
             run_id=context.run_id,
             node_id=context.node_id,
             node_config=dict(context.node_config),
-            state=_copy(context.state),
+            state=copied(context.state),
             run_config=dict(context.run_config),
         )
         try:
@@ -143,16 +143,3 @@ class InProcessGrid(Grid):
 def _return_identity() -> None:
     if not _LIVE:  # another grid may be in the middle of a run
         return_identity()
-
-
-def _copy(records: RecordDict) -> RecordDict:
-    copied = RecordDict()
-    for name, record in records.items():
-        # Records share their entries with a shallow copy, so each is built anew.
-        if isinstance(record, ArrayRecord):
-            copied[name] = ArrayRecord(dict(record))
-        elif isinstance(record, MetricRecord):
-            copied[name] = MetricRecord(dict(record))
-        else:
-            copied[name] = ConfigRecord(dict(record))
-    return copied
