@@ -73,8 +73,9 @@ def assign(run_config: Mapping[str, object], node_config: Mapping[str, object]) 
         return Assignment(source, *_hold_back(share, run_config, derive(seed, "validation")))
     name = _node_text(node_config, "dataset.name") or setting(run_config, "dataset.name", str)
     index, num_clients = _position(run_config, node_config)
-    share = _hold_back(_shares(run_config, name, num_clients)[index], run_config, derive(seed, "validation", index))
-    return Assignment(_load(run_config, name), *share)
+    source = _load(run_config, name)
+    share = _shares(run_config, source, num_clients)[index]
+    return Assignment(source, *_hold_back(share, run_config, derive(seed, "validation", index)))
 
 
 def others(run_config: Mapping[str, object], node_config: Mapping[str, object]) -> Assignment | None:
@@ -93,11 +94,12 @@ def others(run_config: Mapping[str, object], node_config: Mapping[str, object]) 
     seed = setting(run_config, "seed", int)
     name = _node_text(node_config, "dataset.name") or setting(run_config, "dataset.name", str)
     index, num_clients = _position(run_config, node_config)
-    tests = [share.test for i, share in enumerate(_shares(run_config, name, num_clients)) if i != index]
+    source = _load(run_config, name)
+    tests = [share.test for i, share in enumerate(_shares(run_config, source, num_clients)) if i != index]
     every = np.concatenate([np.empty(0, np.int64), *tests])
     if len(every) > MOST_ELSEWHERE:
         every = np.sort(rng(seed, "elsewhere", index).choice(every, MOST_ELSEWHERE, replace=False))
-    return Assignment(_load(run_config, name), every[:0], every)
+    return Assignment(source, every[:0], every)
 
 
 def num_examples(run_config: Mapping[str, object], node_config: Mapping[str, object]) -> int:
@@ -117,11 +119,10 @@ def shared(run_config: Mapping[str, object]) -> tuple[sources.Source, tuple[Shar
         ConfigError: As :func:`assign`.
         DataError: As :func:`assign`.
     """
-    name = setting(run_config, "dataset.name", str)
+    source = _load(run_config, setting(run_config, "dataset.name", str))
     seed = setting(run_config, "seed", int)
-    shares = enumerate(_shares(run_config, name, setting(run_config, "num-clients", int)))
-    kept = tuple(_hold_back(share, run_config, derive(seed, "validation", index)) for index, share in shares)
-    return _load(run_config, name), kept
+    shares = enumerate(_shares(run_config, source, setting(run_config, "num-clients", int)))
+    return source, tuple(_hold_back(share, run_config, derive(seed, "validation", index)) for index, share in shares)
 
 
 def describe(
@@ -267,15 +268,13 @@ class _Request(NamedTuple):
     seed: int
 
 
-def _shares(run_config: Mapping[str, object], name: str, num_clients: int) -> tuple[Share, ...]:
-    directory = setting(run_config, "dataset.dir", str)
-    has_files = name != "digits" and name in sources.SOURCES
+def _shares(run_config: Mapping[str, object], source: sources.Source, num_clients: int) -> tuple[Share, ...]:
     return _cached_shares(
         _Request(
-            name=name,
-            directory=directory,
-            reading=_reading(run_config, name),
-            files=sources.stamp(name, sources.folder(name, directory)) if has_files else (),
+            name=source.name,
+            directory=setting(run_config, "dataset.dir", str),
+            reading=_reading(run_config, source.name),
+            files=source.files,
             num_clients=num_clients,
             scheme=setting(run_config, "dataset.partition", str),
             alpha=setting(run_config, "dataset.alpha", float),

@@ -26,6 +26,7 @@ that isn't there is downloaded, into the same folder. ``femnist`` knows the writ
 word ids is told in :mod:`fedstrat.data.text`, the layout of picture folders in :mod:`fedstrat.data.images`.
 """
 
+import contextlib
 import functools
 import os
 from dataclasses import dataclass
@@ -114,6 +115,7 @@ class Source:
         augmented: Whether training batches are cropped and flipped at random.
         groups: Who a sample comes from, for example its writer, int64 (n,); None where it isn't known.
         vocab_size: Number of word ids for texts, else 0.
+        files: Name, time and size of the files that it was read from; empty where it has none of its own.
     """
 
     name: str
@@ -126,6 +128,7 @@ class Source:
     augmented: bool = False
     groups: NDArray[np.int64] | None = None
     vocab_size: int = 0
+    files: tuple[tuple[str, int, int], ...] = ()
 
     @property
     def input_shape(self) -> tuple[int, ...]:
@@ -210,12 +213,17 @@ def at_hand(name: str, directory: str = "") -> bool:
 def stamp(name: str, where: Path) -> tuple[tuple[str, int, int], ...]:
     """Return name, time and size of the files of a folder: a cached copy serves while these stay the same."""
     if name in TEXTS:
-        found = text.files(where)
+        found = tuple(map(str, text.files(where)))
     elif name == "images":
-        found = images.files(where)
+        found = tuple(map(str, images.files(where)))
     else:
-        found = tuple(path for path in (where / "train.npz", where / "test.npz") if path.is_file())
-    return tuple((str(path), path.stat().st_mtime_ns, path.stat().st_size) for path in found)
+        found = (f"{where}/train.npz", f"{where}/test.npz")
+    stamps = []
+    for path in found:
+        with contextlib.suppress(FileNotFoundError):
+            about = os.stat(path)  # noqa: PTH116  # every client call asks, and a Path costs more than the question
+            stamps.append((path, about.st_mtime_ns, about.st_size))
+    return tuple(stamps)
 
 
 @functools.lru_cache(maxsize=1)
@@ -239,7 +247,7 @@ def _load(name: str, where: Path, reading: Reading, files: tuple[tuple[str, int,
         raw = read_torchvision(name, NAMED[name].torchvision, where)
     if name in NAMED:
         _check(name, raw, where)
-    return _source(name, raw)
+    return _source(name, raw, files)
 
 
 def _check(name: str, raw: Raw, where: Path) -> None:
@@ -260,7 +268,7 @@ def _check(name: str, raw: Raw, where: Path) -> None:
         )
 
 
-def _source(name: str, raw: Raw) -> Source:
+def _source(name: str, raw: Raw, files: tuple[tuple[str, int, int], ...] = ()) -> Source:
     for array in (raw.x, raw.y, raw.groups):
         if array is not None:
             array.setflags(write=False)
@@ -276,4 +284,5 @@ def _source(name: str, raw: Raw) -> Source:
         augmented=known.augmented,
         groups=raw.groups,
         vocab_size=raw.vocab_size,
+        files=files,
     )
