@@ -17,7 +17,7 @@ def train(msg: Message, context: Context) -> Message:
     from fedstrat.runs.model import client_model  # noqa: PLC0415
 
     data = client_data(context.run_config, context.node_config, seed=_seed(msg, context))
-    model = client_model(context.run_config, context.node_config)
+    model = client_model(context.run_config, context.node_config, overwritten="arrays" in msg.content)
     return fedstrat.train(msg, context, model, data.train, test_data=lambda: data.test)
 
 
@@ -28,7 +28,7 @@ def evaluate(msg: Message, context: Context) -> Message:
     from fedstrat.runs.model import client_model  # noqa: PLC0415
 
     data = client_data(context.run_config, context.node_config, seed=0)
-    model = client_model(context.run_config, context.node_config)
+    model = client_model(context.run_config, context.node_config, overwritten=True)
     part = data.validation if msg.content["config"].get("part") == "validation" else data.test
     return fedstrat.evaluate(
         msg, context, model, part, elsewhere=lambda: elsewhere(context.run_config, context.node_config)

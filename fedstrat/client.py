@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
 
 from fedstrat.errors import ConfigError
-from fedstrat.flower import client_id
+from fedstrat.flower import client_id, records
 
 if TYPE_CHECKING:
     import torch
@@ -57,12 +57,14 @@ def train(
         PayloadError: The message doesn't fit the model.
     """
     from fedstrat.local import loop  # noqa: PLC0415
-    from fedstrat.local.device import threads  # noqa: PLC0415
+    from fedstrat.local.device import place, threads  # noqa: PLC0415
+    from fedstrat.local.kept import is_kept  # noqa: PLC0415
     from fedstrat.local.session import LocalSession  # noqa: PLC0415
 
     run = context.run_config
     loss_fn = loss_fn or _cross_entropy()
-    _to_device(model, run)
+    if not is_kept(model):
+        place(model, run)
     with threads(_threads(run)), LocalSession(msg, context, model, names) as session:
         num_examples = examples_of(loader)
         if session.lost or num_examples == 0:
@@ -125,27 +127,29 @@ def evaluate(
             called only when the server asks how the personal model does on them.
         names: Entries of the ``state_dict`` that are exchanged, where it isn't the whole.
     """
-    from fedstrat.local import loop  # noqa: PLC0415
-    from fedstrat.local.device import threads  # noqa: PLC0415
-    from fedstrat.local.session import asks_for, load_own, model_record  # noqa: PLC0415
-    from fedstrat.payloads import load_arrays  # noqa: PLC0415
+    from fedstrat.local import kept, loop  # noqa: PLC0415
+    from fedstrat.local.device import place, threads  # noqa: PLC0415
+    from fedstrat.local.session import asked_for, load_own, model_record  # noqa: PLC0415
 
     run = context.run_config
-    _to_device(model, run)
+    asked = asked_for(msg)
+    loss_fn = loss_fn or _cross_entropy()
+    if not kept.is_kept(model):
+        place(model, run)
     with threads(_threads(run)):
-        load_arrays(model, model_record(msg), names)
-        correct, loss_sum, seen = loop.evaluate(model, loader, loss_fn=loss_fn or _cross_entropy())
+        kept.load(model, model_record(msg), names, stays=not asked)
+        correct, loss_sum, seen = loop.evaluate(model, loader, loss_fn=loss_fn)
         metrics = MetricRecord({"num-examples": seen, "num-correct": correct, "loss-sum": loss_sum})
-        if asks_for(msg, "sharpness") and (risen := _sharpness(model, loader, loss_fn or _cross_entropy())) is not None:
+        if "sharpness" in asked and (risen := _sharpness(model, loader, loss_fn)) is not None:
             metrics["sharpness"] = risen
-        if asks_for(msg, "evaluate-personal"):
+        if "evaluate-personal" in asked:
             # A client that never trained has no model of its own yet: its personal model is the global one.
             if load_own(msg, context, model):
-                correct, loss_sum, _ = loop.evaluate(model, loader, loss_fn=loss_fn or _cross_entropy())
+                correct, loss_sum, _ = loop.evaluate(model, loader, loss_fn=loss_fn)
             metrics["personal-num-correct"], metrics["personal-loss-sum"] = correct, loss_sum
-            others = elsewhere() if elsewhere is not None and asks_for(msg, "generalisation") else None
+            others = elsewhere() if elsewhere is not None and "generalisation" in asked else None
             if others is not None:
-                correct, _, seen = loop.evaluate(model, others, loss_fn=loss_fn or _cross_entropy())
+                correct, _, seen = loop.evaluate(model, others, loss_fn=loss_fn)
                 metrics["personal-elsewhere-num-correct"] = correct
                 metrics["personal-elsewhere-num-examples"] = seen
     return Message(RecordDict({"metrics": metrics, "client": _about(context)}), reply_to=msg)
@@ -160,7 +164,7 @@ def query(msg: Message, context: Context, *, num_examples: Callable[[], int] | i
         num_examples: Training examples of this client, or a function that counts them; called only when asked.
     """
     about = _about(context)
-    asked = any(bool(c.get("fedstrat.need-num-examples")) for c in msg.content.config_records.values())
+    asked = any(bool(c.get("fedstrat.need-num-examples")) for c in records(msg.content, ConfigRecord).values())
     if asked and num_examples is not None:
         about["num-examples"] = num_examples() if callable(num_examples) else num_examples
     return Message(RecordDict({"client": about}), reply_to=msg)
@@ -197,17 +201,6 @@ def _cross_entropy() -> "LossFunction":
     import torch  # noqa: PLC0415
 
     return torch.nn.functional.cross_entropy
-
-
-def _to_device(model: "torch.nn.Module", run: Mapping[str, Any]) -> None:
-    import torch  # noqa: PLC0415
-
-    from fedstrat.local.device import choose_device  # noqa: PLC0415
-
-    if "train.device" in run:
-        model.to(choose_device(str(run["train.device"])))
-    if run.get("train.channels-last", False):
-        model.to(memory_format=torch.channels_last)
 
 
 def _threads(run: Mapping[str, Any]) -> int | None:

@@ -243,7 +243,12 @@ def load_arrays(
         ConfigError: ``names`` holds one that the model doesn't have.
     """
     some = chosen(model, names)
-    own, received = {n: t for n, t in model.state_dict().items() if n in some}, decode(record, "arrays")
+    load_into({n: t for n, t in model.state_dict().items() if n in some}, record)
+
+
+def load_into(own: Params, record: ArrayRecord) -> None:
+    """As :func:`load_arrays`, into the live tensors of a model's ``state_dict`` that are exchanged."""
+    received = decode(record, "arrays")
     check_like(received, own, "arrays", owner="this model")
     with torch.no_grad():
         for name, tensor in received.items():

@@ -1,7 +1,8 @@
 """Where local training runs, and with how many threads."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -26,6 +27,18 @@ def choose_device(name: str) -> torch.device:
             " use 'auto' or 'cpu'"
         )
     return device
+
+
+def place(model: torch.nn.Module, run_config: Mapping[str, Any]) -> None:
+    """Move a model to where ``train.device`` says and lay it out as ``train.channels-last`` says, where they are there.
+
+    Raises:
+        ConfigError: The device isn't there.
+    """
+    if "train.device" in run_config:
+        model.to(choose_device(str(run_config["train.device"])))
+    if run_config.get("train.channels-last", False):
+        model.to(memory_format=torch.channels_last)
 
 
 @contextmanager

@@ -11,13 +11,13 @@ from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, 
 
 from fedstrat import deltas
 from fedstrat.errors import PayloadError, RuleError, nearest
-from fedstrat.flower import client_id
-from fedstrat.local import loop
+from fedstrat.flower import client_id, records
+from fedstrat.local import kept, loop
 from fedstrat.local.optimizer import RuleOptimizer
 from fedstrat.local.rule import PERSONAL, LocalRule, LossFunction
 from fedstrat.local.state import StateLostError, open_store, peek, settle
 from fedstrat.naming import kebab, snake
-from fedstrat.payloads import check_like, chosen, decode, load_arrays, raw_array, to_arrays
+from fedstrat.payloads import check_like, chosen, decode, raw_array, to_arrays
 from fedstrat.privacy import NO_DELTAS, check_private, mod_around
 from fedstrat.seeding import derive
 
@@ -26,6 +26,7 @@ _PLUMBING = {
     "algorithm", "experiment-id", "accepted-round", "pack-content", "seed", "epochs-share", "evaluate-personal",
     "evaluate-in-train", "update-dtype",
 }  # fmt: skip
+_EXTRAS = ("evaluate-personal", "generalisation", "sharpness")
 logger = logging.getLogger("flwr")
 
 
@@ -58,14 +59,14 @@ class LocalSession:
         names: Iterable[str] | Callable[[str], bool] | None = None,
     ) -> None:
         self._message, self._context, self._model = msg, context, model
-        self._names = chosen(model, names)
+        self._names = None if names is None else chosen(model, names)
         whole = _config(msg)
         self._own = {k.removeprefix(_PREFIX): v for k, v in whole.items() if k.startswith(_PREFIX)}
         self.config: dict[str, Any] = {k: v for k, v in whole.items() if not k.startswith(_PREFIX)}
         self.client = client_id(context)
         self.server_round = int(whole["server-round"])  # type: ignore[arg-type]
         algorithm = str(self._own["algorithm"])
-        _check_mods(algorithm, self._exchanged(), rounds="update-dtype" in self._own)
+        _check_mods(algorithm, self._exchanged, rounds="update-dtype" in self._own)
         self.rule = _rule(algorithm, self._own, context.node_config)
         self._sends_model = self.rule.sends_model and "update-dtype" not in self._own
         self.lost = False
@@ -88,12 +89,12 @@ class LocalSession:
         self._randomness = torch.get_rng_state()
         if self.seed is not None:
             _seed(self.seed)
-        params = {n: p for n, p in self._model.named_parameters() if p.requires_grad and n in self._names}
-        received_type = self.rule.receives
+        exchanged = self._exchanged()
+        params = {n: p for n, p in self._model.named_parameters() if p.requires_grad and n in exchanged}
         # A tied weight has several names and is trained under its first.
         trained = {n for n, p in self._model.named_parameters(remove_duplicate=False) if p.requires_grad}
-        buffers = {n: t for n, t in self._exchanged().items() if n not in trained}
-        received = self._receive_extra(received_type, params)
+        buffers = {n: t for n, t in exchanged.items() if n not in trained}
+        received = self._receive_extra(self.rule.receives, params)
         state = self._settle()
         on_initial = received is not None and received.on_initial and not self.lost
         if on_initial:
@@ -107,7 +108,7 @@ class LocalSession:
         return self
 
     def _exchanged(self) -> dict[str, torch.Tensor]:
-        return {n: t for n, t in self._model.state_dict().items() if n in self._names}
+        return {n: t for n, t in kept.entries(self._model).items() if self._names is None or n in self._names}
 
     def _settle(self) -> dict[str, torch.Tensor] | None:
         """Bring this client's state in line with what the server accepted."""
@@ -133,23 +134,24 @@ class LocalSession:
         """Load the received model, or this client's own where only packs travel (the one as built: ``on_initial``)."""
         payload = self.rule.receives
         extras = {*(payload.names() if payload else ()), "buffers"}
-        records = {n: r for n, r in self._message.content.array_records.items() if snake(n) not in extras}
-        if len(records) == 1:
-            (self._received_model,) = records.values()
-            load_arrays(self._model, self._received_model, self._names)
-        elif not records and (state is not None or on_initial):
+        arrays = records(self._message.content, ArrayRecord)
+        models = {n: r for n, r in arrays.items() if snake(n) not in extras}
+        if len(models) == 1:
+            (self._received_model,) = models.values()
+            kept.load(self._model, self._received_model, self._names)
+        elif not models and (state is not None or on_initial):
             load_personal(self._model, state or {})
-            moved = self._message.content.array_records.get("buffers", ArrayRecord())
+            moved = arrays.get("buffers", ArrayRecord())
             load_some(self._model, decode(moved, "buffers"), "buffers")
         elif not self.lost:
             raise PayloadError(
-                f"round {self.server_round}: expected one ArrayRecord with the model, but got {sorted(records)}"
+                f"round {self.server_round}: expected one ArrayRecord with the model, but got {sorted(models)}"
             )
 
     def _receive_extra(self, payload: type[Any] | None, params: Mapping[str, torch.nn.Parameter]) -> Any:
         if payload is None:
             return None
-        for name, record in self._message.content.array_records.items():
+        for name, record in records(self._message.content, ArrayRecord).items():
             own = snake(name) in payload.names() and payload.per_parameter
             if own and set(record) != set(params):
                 theirs, ours = sorted(set(record) - set(params)), sorted(set(params) - set(record))
@@ -384,7 +386,8 @@ def load_some(model: torch.nn.Module, tensors: Mapping[str, torch.Tensor], what:
     Raises:
         PayloadError: One of them doesn't fit the model.
     """
-    state = model.state_dict()
+    kept.forget(model)
+    state = kept.entries(model)
     check_like(tensors, {n: state[n] for n in tensors if n in state}, what, owner="this model")
     with torch.no_grad():
         for name, tensor in tensors.items():
@@ -392,7 +395,7 @@ def load_some(model: torch.nn.Module, tensors: Mapping[str, torch.Tensor], what:
 
 
 def _config(msg: Message) -> ConfigRecord:
-    for record in msg.content.config_records.values():
+    for record in records(msg.content, ConfigRecord).values():
         if f"{_PREFIX}algorithm" in record:
             return record
     raise PayloadError(
@@ -401,13 +404,13 @@ def _config(msg: Message) -> ConfigRecord:
     )
 
 
-def _check_mods(algorithm: str, model: Mapping[str, torch.Tensor], *, rounds: bool) -> None:
+def _check_mods(algorithm: str, model: Callable[[], Mapping[str, torch.Tensor]], *, rounds: bool) -> None:
     from fedstrat.strategies import ALGORITHMS  # noqa: PLC0415
 
     mod = mod_around()
     if mod is not None and algorithm in ALGORITHMS:
         why_not = ALGORITHMS[algorithm].strategy.refuses_privacy or (NO_DELTAS if rounds else None)
-        check_private(mod, algorithm, why_not, model)
+        check_private(mod, algorithm, why_not, model())
 
 
 def _rule(algorithm: str, own: Mapping[str, Any], node_config: Mapping[str, Any]) -> LocalRule[Any, Any]:
@@ -430,26 +433,25 @@ def _rule(algorithm: str, own: Mapping[str, Any], node_config: Mapping[str, Any]
 
 def model_record(msg: Message) -> Any:
     """The one ArrayRecord of an evaluation message."""
-    records = msg.content.array_records
-    if len(records) != 1:
-        raise PayloadError(f"expected one ArrayRecord with the model, but got {sorted(records)}")
-    return next(iter(records.values()))
+    models = records(msg.content, ArrayRecord)
+    if len(models) != 1:
+        raise PayloadError(f"expected one ArrayRecord with the model, but got {sorted(models)}")
+    return next(iter(models.values()))
 
 
-def asks_for(msg: Message, what: str) -> bool:
-    """Whether an evaluation message asks for more.
+def asked_for(msg: Message) -> frozenset[str]:
+    """What an evaluation message asks for beside the model's counts.
 
-    Args:
-        msg: The message.
-        what: "evaluate-personal" (the client's own model too), "generalisation" (that model on other clients' data),
-            "sharpness" (of the loss around the model).
+    "evaluate-personal" (the client's own model too), "generalisation" (that model on other clients' data), "sharpness"
+    (of the loss around the model).
     """
-    return any(bool(record.get(_PREFIX + what)) for record in msg.content.config_records.values())
+    configs = records(msg.content, ConfigRecord).values()
+    return frozenset(what for what in _EXTRAS if any(bool(config.get(_PREFIX + what)) for config in configs))
 
 
 def load_own(msg: Message, context: Context, model: torch.nn.Module) -> bool:
     """Load the client's personal model of the last accepted round; returns whether there is one."""
-    for record in msg.content.config_records.values():
+    for record in records(msg.content, ConfigRecord).values():
         if "fedstrat.experiment-id" in record:
             store = open_store(context, str(record["fedstrat.experiment-id"]), client_id(context))
             state = peek(store, int(record.get("fedstrat.accepted-round", 0)))  # type: ignore[arg-type]

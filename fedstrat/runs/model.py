@@ -7,6 +7,8 @@ import torch
 
 from fedstrat.data.clients import describe, setting, vocab_size
 from fedstrat.errors import DataError
+from fedstrat.local.device import place
+from fedstrat.local.kept import Kept, keep
 from fedstrat.models import MODELS, build
 from fedstrat.models.custom import build_custom
 from fedstrat.seeding import derive
@@ -50,32 +52,38 @@ def build_model(run_config: Mapping[str, object], node_config: Mapping[str, obje
     )
 
 
-def client_model(run_config: Mapping[str, object], node_config: Mapping[str, object]) -> torch.nn.Module:
+def client_model(
+    run_config: Mapping[str, object], node_config: Mapping[str, object], *, overwritten: bool = False
+) -> torch.nn.Module:
     """As :func:`initial_model`, for a client call: a built-in model is built once per thread, then set back to x_0.
 
     All that the built-in models hold is in their ``state_dict``, so every call finds them as good as new. One's own
     models are built anew, since they may hold more.
+
+    Args:
+        run_config: As of :func:`build_model`.
+        node_config: As of :func:`build_model`.
+        overwritten: Whether the call loads a whole model first, so that it needn't be set back.
     """
     name = setting(run_config, "model.name", str)
     if name not in MODELS:
         return initial_model(run_config, node_config)
     shapes, num_classes = describe(run_config, node_config)
     hidden, seed = str(run_config.get("model.hidden", "")), setting(run_config, "seed", int)
-    key = (threading.get_ident(), name, hidden, shapes, num_classes, vocab_size(run_config), seed)
+    where = run_config.get("train.device"), run_config.get("train.channels-last")
+    key = (threading.get_ident(), name, hidden, shapes, num_classes, vocab_size(run_config), seed, where)
     kept = _kept.get(key)
     if kept is None:
         model = initial_model(run_config, node_config)
-        kept = model, {n: t.detach().clone() for n, t in model.state_dict().items()}
+        place(model, run_config)
+        kept = model, keep(model)
         _kept.clear()
         _kept[key] = kept
-    model, initial = kept
-    model.load_state_dict(initial)
-    for parameter in model.parameters():
-        parameter.grad = None
-    return model
+    kept[1].reset(weights=not overwritten)
+    return kept[0]
 
 
-_kept: dict[tuple[object, ...], tuple[torch.nn.Module, dict[str, torch.Tensor]]] = {}
+_kept: dict[tuple[object, ...], tuple[torch.nn.Module, Kept]] = {}
 """The last model of this process: two clients at once must not share one, so its thread is part of the key."""
 
 
