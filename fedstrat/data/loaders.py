@@ -69,11 +69,11 @@ class Batches:
         return math.ceil(len(self.y) / self.batch_size)
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        count = len(self.y)
+        count, device = len(self.y), self.x.device
         order = torch.randperm(count, generator=self.generator) if self.shuffle else torch.arange(count)
         for start in range(0, count, self.batch_size):
-            chosen = order[start : start + self.batch_size].to(self.x.device)
-            x, y = self.x[chosen], self.y[chosen]
+            chosen = order[start : start + self.batch_size].to(device)
+            x, y = self.x.index_select(0, chosen), self.y.index_select(0, chosen)
             yield (self.augment(x, self.generator) if self.augment else x), y
 
     def plain(self, batch_size: int | None = None) -> "Batches":

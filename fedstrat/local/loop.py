@@ -68,15 +68,17 @@ def evaluate(model: torch.nn.Module, loader: Iterable[Any], *, loss_fn: LossFunc
         (number of correct predictions, sum of losses over examples, number of examples).
     """
     device = device_of(model)
-    correct, loss_sum, seen = 0, 0.0, 0
+    sizes, losses, hits = [], [], []
     with evaluating(model):
         for batch in loader:
             x, y = (part.to(device) for part in batch)
             outputs = model(x)
-            loss_sum += float(loss_fn(outputs, y)) * len(y)
-            correct += int((outputs.argmax(dim=1) == y).sum())
-            seen += len(y)
-    return correct, loss_sum, seen
+            losses.append(loss_fn(outputs, y))
+            hits.append((outputs.argmax(dim=1) == y).sum())
+            sizes.append(len(y))
+    # Read at the end, so that a GPU isn't waited for at every batch.
+    loss_sum = sum((float(loss) * size for loss, size in zip(losses, sizes, strict=True)), 0.0)
+    return sum(map(int, hits)), loss_sum, sum(sizes)
 
 
 def full_gradient(
@@ -120,12 +122,14 @@ def plain(loader: Iterable[Any]) -> Iterable[Any]:
 def evaluating(model: torch.nn.Module) -> Iterator[None]:
     """Put a model into evaluation mode, and back into each module's own mode."""
     modes = [(module, module.training) for module in model.modules()]
-    model.eval()
+    if any(training for _, training in modes):
+        model.eval()
     try:
         yield
     finally:
         for module, mode in modes:
-            module.training = mode
+            if module.training is not mode:
+                module.training = mode
 
 
 @contextmanager

@@ -446,7 +446,7 @@ def asked_for(msg: Message) -> frozenset[str]:
     (of the loss around the model).
     """
     configs = records(msg.content, ConfigRecord).values()
-    return frozenset(what for what in _EXTRAS if any(bool(config.get(_PREFIX + what)) for config in configs))
+    return frozenset(extra for extra in _EXTRAS for c in configs if _PREFIX + extra in c and c[_PREFIX + extra])
 
 
 def load_own(msg: Message, context: Context, model: torch.nn.Module) -> bool:
