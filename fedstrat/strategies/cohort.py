@@ -188,14 +188,16 @@ class Roster:
             return {node: self.client_of(node) for node in nodes}, size, {}
         met: dict[str, float] = {}
         new = [node for node in nodes if node not in self.clients]
-        for node, (client, examples) in query_clients(grid, new, need_examples=need_examples).items():
-            holder = next((n for n in nodes if self.clients.get(n) == client), None)
-            if holder is not None:
+        node_of = {self.clients[node]: node for node in nodes if node in self.clients}
+        # In the order of nodes, not of replies: of two with one client it is always the same that takes part.
+        for node, (client, examples) in sorted(query_clients(grid, new, need_examples=need_examples).items()):
+            if client in node_of:
+                holder = node_of[client]
                 logger.warning("node %d is left out: its client id '%s' is that of node %d", node, client, holder)
                 continue
-            # A restarted node comes back under a new node id.
-            self.clients = {n: c for n, c in self.clients.items() if c != client} | {node: client}
-            met[client] = examples
+            node_of[client], met[client] = node, examples
+        # A restarted node comes back under a new node id.
+        self.clients = {n: c for n, c in self.clients.items() if c not in met} | {node_of[c]: c for c in met}
         chosen = {node: self.clients[node] for node in nodes if node in self.clients}
         return chosen, size, {client: met[client] for client in in_order(met)}
 
