@@ -1,7 +1,7 @@
 """What differs between Flower versions, and the few of its internals that can't be avoided."""
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, TypeAlias, TypeVar
 
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
@@ -44,6 +44,22 @@ def exchange(grid: Grid, messages: list[Message], timeout: float) -> list[Messag
         wait = _FIRST_WAIT_SECONDS if arrived else min(wait * 1.5, _LONGEST_WAIT_SECONDS)
         time.sleep(min(wait, left))
     return replies
+
+
+def exchange_in_turn(grid: Grid, messages: list[Message], timeout: float) -> Iterator[Message]:
+    """Push messages and yield the replies in the messages' order, each pulled when it is its turn.
+
+    Those whose turn hasn't come wait at the SuperLink, so that they need no memory here. After ``timeout`` seconds
+    those that are there are still pulled.
+    """
+    ids = list(grid.push_messages(messages)) if messages else []
+    deadline = time.monotonic() + timeout
+    for message_id in filter(None, ids):
+        wait = _FIRST_WAIT_SECONDS
+        while not (arrived := list(grid.pull_messages([message_id]))) and time.monotonic() < deadline:
+            time.sleep(min(wait, max(deadline - time.monotonic(), 0.0)))
+            wait = min(wait * 1.5, _LONGEST_WAIT_SECONDS)
+        yield from arrived
 
 
 def borrow_identity() -> None:

@@ -60,7 +60,7 @@ class InProcessGrid(Grid):
             )
             for i, config in enumerate(node_configs)
         }
-        self._replies: dict[str, Message] = {}
+        self._waiting: dict[str, Message] = {}
         self._pushed = 0
         # In this order: when this grid dies, it leaves _LIVE before the identity is returned.
         weakref.finalize(self, _return_identity)
@@ -93,17 +93,14 @@ class InProcessGrid(Grid):
         return list(self.contexts)
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-        """Call the ClientApp for each message, in order, and keep the replies."""
+        """Keep the messages until their replies are asked for."""
         ids = []
         for message in list(messages):
             self._pushed += 1
             message_id = f"message-{self._pushed}"
             message.metadata.__dict__["_message_id"] = message_id  # as Flower's own grids do
             ids.append(message_id)
-            reply = self._call(message)
-            if reply is not None:
-                reply.metadata.__dict__["_message_id"] = f"reply-{self._pushed}"
-                self._replies[message_id] = reply
+            self._waiting[message_id] = message
         return ids
 
     def _call(self, message: Message) -> Message | None:
@@ -131,13 +128,18 @@ class InProcessGrid(Grid):
         return reply
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        """Hand over the replies to these messages, once."""
-        return [self._replies.pop(i) for i in list(message_ids) if i in self._replies]
+        """Call the ClientApp for these messages, in the order in which they were pushed, each once."""
+        wanted = set(message_ids)
+        for message_id in [i for i in self._waiting if i in wanted]:
+            reply = self._call(self._waiting.pop(message_id))
+            if reply is not None:
+                reply.metadata.__dict__["_message_id"] = message_id.replace("message", "reply")
+                yield reply
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
         """Push, then pull; every reply is there at once."""
         del timeout
-        return self.pull_messages(self.push_messages(messages))
+        return list(self.pull_messages(self.push_messages(messages)))
 
 
 def _return_identity() -> None:

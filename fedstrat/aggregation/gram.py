@@ -168,15 +168,13 @@ def take(vectors: Tensors, piece: Piece, out: torch.Tensor, origin: torch.Tensor
     parts = [vectors[name] for name, _ in piece]
     for end in {0, len(piece) - 1}:  # those between are whole
         parts[end] = parts[end][piece[end][1]]
-    if len(parts) == 1 and origin is not None:
-        torch.sub(parts[0], origin, out=out)  # in one pass
-        return
-    if len(parts) > 1 and parts[0].dtype == out.dtype:
-        torch.cat(parts, out=out)
-    else:
-        out.copy_(torch.cat(parts) if len(parts) > 1 else parts[0])
+    whole = parts[0]
+    if len(parts) > 1:
+        whole = torch.cat(parts, out=out) if whole.dtype == out.dtype else torch.cat(parts)
     if origin is not None:
-        out.sub_(origin)
+        torch.sub(whole, origin, out=out)  # in the wider dtype of the two
+    elif whole is not out:
+        out.copy_(whole)
 
 
 def put(vectors: Tensors, piece: Piece, values: torch.Tensor) -> None:

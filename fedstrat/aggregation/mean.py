@@ -62,6 +62,41 @@ def moved(params: Tensors, direction: Tensors, server_lr: float = 1.0) -> dict[s
     }
 
 
+class RunningMean:
+    """The weighted mean of models that are added one by one and then let go: two models in float64, however many.
+
+    Args:
+        origin: A model that all are near to, whose names they have.
+    """
+
+    def __init__(self, origin: Tensors) -> None:
+        self._origin, self._weight = origin, 0.0
+        self._sums = {n: torch.zeros_like(t, dtype=_summed_in(t)) for n, t in origin.items() if _has_mean(t)}
+        self._largest: dict[str, torch.Tensor] = {}
+
+    def add(self, model: Tensors, weight: float) -> None:
+        """Add one model; ``weight > 0``."""
+        self._weight += weight
+        for name, total in self._sums.items():
+            total.add_(model[name].to(total.dtype) - self._origin[name], alpha=weight)
+        for name in self._origin.keys() - self._sums.keys():
+            seen = [t for t in (self._largest.get(name), model[name]) if t is not None]
+            self._largest[name] = torch.stack(seen).amax(0) if seen[0].numel() else seen[0]
+
+    def model(self) -> dict[str, torch.Tensor]:
+        """Return the mean in float64, and the maximum of what is an integer; once, as it takes the sums' memory."""
+        means = {n: s.div_(self._weight).add_(self._origin[n]) for n, s in self._sums.items()}
+        return {n: means[n] if n in means else self._largest[n] for n in self._origin}
+
+
+def _has_mean(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def _summed_in(tensor: torch.Tensor) -> torch.dtype:
+    return torch.complex128 if tensor.is_complex() else torch.float64
+
+
 def aggregate_buffers(
     buffers: Tensors, clients: Sequence[Tensors], weights: Sequence[float]
 ) -> dict[str, torch.Tensor]:

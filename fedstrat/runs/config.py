@@ -94,6 +94,7 @@ class RunConfig(RunKeys):
             max_failed_rounds=self.max_failed_rounds,
             max_update_norm=self.max_update_norm or None,
             update_dtype=self.update_dtype,
+            streaming=self.streaming,
             straggler_share=self.train.straggler_share,
             **settings,
         )
@@ -298,6 +299,11 @@ def _contradictions(config: RunKeys) -> list[str]:
         problems.append(
             f"run config: 'update-dtype' = '{config.update_dtype}' rounds the models that clients send, but with"
             f" '{config.algorithm}' they send parts of them; set it to 'model'"
+        )
+    if config.streaming and not algorithms()[config.algorithm].strategy.steps_by_mean:
+        problems.append(
+            f"run config: 'streaming' lets go of each update, but '{config.algorithm}' needs all of a round at once;"
+            " set it to false"
         )
     return problems
 

@@ -194,6 +194,10 @@ class RunKeys(Table):
         default="model",
         description="numbers in which clients send how they moved the model; model: the model itself, as it is",
     )
+    streaming: bool = Field(
+        default=False,
+        description="add replies to a mean one by one and let go of each, for methods that step by the mean",
+    )
     target_accuracy: float = Field(
         default=0.0, ge=0.0, le=1.0, description="mean client accuracy that the run is after; 0: none"
     )

@@ -45,6 +45,10 @@ class ServerHalf(CommonArguments, Generic[State, Up]):
     """Whether NaN or infinity in any client's parameters makes new ones NaN or infinite, as in every sum over all of
     them. Then replies' parameters are searched for the culprit only where that happened."""
 
+    steps_by_mean: ClassVar[bool] = False
+    """Whether the step reads nothing of the updates but the example-weighted mean of their parameters, so that one
+    update of it has the same step. Needed for ``streaming``."""
+
     diagnostics: dict[str, float]
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -53,6 +57,7 @@ class ServerHalf(CommonArguments, Generic[State, Up]):
         if "aggregate" in vars(cls):
             cls.refuses_privacy = vars(cls).get("refuses_privacy", NO_MEAN)
             cls.shows_non_finite = vars(cls).get("shows_non_finite", False)
+            cls.steps_by_mean = vars(cls).get("steps_by_mean", False)
 
     def check_settings(self) -> None:
         """Refuse settings that contradict one another, with a ConfigError."""

@@ -30,6 +30,9 @@ class CommonArguments(Configured):
     min_replies: int = hyper(default=1, ge=1, doc="smallest number of good replies that makes a round count")
     max_failed_rounds: int = hyper(default=3, ge=1, doc="failed rounds in a row that end the run")
     max_update_norm: float | None = hyper(default=None, gt=0.0, doc="clips |y_i - x| of every client")
+    streaming: bool = hyper(
+        default=False, doc="add replies to a mean one by one and let go of each: memory of a few models for any cohort"
+    )
     evaluate_personal: bool = hyper(default=False, doc="also evaluate each client's own trained model on its test data")
     evaluate_in_train: bool = hyper(
         default=False, doc="clients that train first evaluate the received model on their test data"

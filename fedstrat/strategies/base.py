@@ -6,7 +6,7 @@ An algorithm overrides the pure functions of :class:`fedstrat.strategies.algorit
 import dataclasses
 import logging
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, cast
 
 import numpy as np
@@ -58,6 +58,11 @@ class FedStrategy(ServerHalf[State, Up], Strategy):
             raise ConfigError(
                 f"{type(self).__name__}: update_dtype = '{self.update_dtype}' rounds the models that clients send, but"
                 " here they send parts of them; use 'model'"
+            )
+        if self.streaming and not self.steps_by_mean:
+            raise ConfigError(
+                f"{type(self).__name__} can't run with streaming=True: its step reads more of the updates than their"
+                " example-weighted mean, so it needs all of them at once; leave streaming off"
             )
         if self.fraction_train == 0.0:
             self.min_train_nodes = 0
@@ -173,11 +178,16 @@ class FedStrategy(ServerHalf[State, Up], Strategy):
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Check the replies, take the algorithm's step over the good ones.
 
+        Args:
+            server_round: The round.
+            replies: The answers to the messages of :meth:`configure_train`; with ``streaming`` in the order of these,
+                and each is let go of before the next is asked for.
+
         Raises:
             RunFailedError: ``max_failed_rounds`` rounds in a row brought no step, or a client trains others
                 parameters than the strategy expects.
         """
-        return self._step(server_round, self._take_in(server_round, list(replies)))
+        return self._step(server_round, self._take_in(server_round, replies))
 
     def _step(self, server_round: int, taken: intake.Intake) -> tuple[ArrayRecord | None, MetricRecord | None]:
         self.trained, self.diagnostics, self.layers = (), {}, {}
@@ -191,19 +201,20 @@ class FedStrategy(ServerHalf[State, Up], Strategy):
         met = {u.client: u.num_examples for u in updates}
         before = self._admitted(met)
         with torch.no_grad():
+            summands = taken.summands()
             try:
-                after = self.aggregate(before, updates)
+                after = self.aggregate(before, summands)
             except (torch.linalg.LinAlgError, np.linalg.LinAlgError) as error:  # type: ignore[attr-defined]
                 why = f"an update may be too large (max_update_norm bounds them): {error}"
                 return self._no_step(server_round, f"the step can't be computed; {why}")
-            weights = normalised([u.num_examples for u in updates])
-            buffers = aggregate_buffers(self.buffers, [u.buffers for u in updates], weights)
+            weights = normalised([u.num_examples for u in summands])
+            buffers = aggregate_buffers(self.buffers, [u.buffers for u in summands], weights)
         broken = [name for name, p in after.params.items() if not is_finite(p)]
         if broken and self._unchecked and taken.drop_non_finite(self.arrayrecord_key, server_round):
             return self._step(server_round, taken)
         if broken:
             return self._no_step(server_round, f"the step would make '{broken[0]}' NaN or infinite; it wasn't taken")
-        if self.measures and self.wrapper is None:  # a wrapper's noise doesn't cover these numbers
+        if self.measures and self.wrapper is None and not self.streaming:  # a wrapper's noise doesn't cover these
             numbers, self.layers = measured(self, before, updates)
             self.note(**numbers)
         self.moving |= {n for n, b in buffers.items() if not torch.equal(b, self.buffers[n])}
@@ -221,11 +232,13 @@ class FedStrategy(ServerHalf[State, Up], Strategy):
     @property
     def _unchecked(self) -> frozenset[str]:
         """Parameters of replies that are searched for NaN and infinity only where the step came out so."""
-        # Clipping reads all numbers anyway, and a wrapper's weights are looked at before the step.
-        waits = self.shows_non_finite and self.max_update_norm is None and self.wrapper is None
+        # Clipping reads all numbers anyway, a wrapper's weights are looked at before the step, and what is in a running
+        # mean can't be taken out again.
+        at_once = self.max_update_norm is not None or self.wrapper is not None or self.streaming
+        waits = self.shows_non_finite and not at_once
         return frozenset(cast("Layout", self.layout).trainable if waits else ())
 
-    def _take_in(self, server_round: int, replies: list[Message]) -> intake.Intake:
+    def _take_in(self, server_round: int, replies: Iterable[Message]) -> intake.Intake:
         expected = intake.Expected(
             server_round=server_round,
             layout=cast("Layout", self.layout),
@@ -237,10 +250,16 @@ class FedStrategy(ServerHalf[State, Up], Strategy):
             check=self.check_update,
             rounded=self._rounded(),
         )
-        pairs = self.roster.senders(self._sent, replies)
-        taken = intake.sort_out(pairs, expected)
-        logger.info("aggregate_train: Received %s results and %s failures", len(replies) - taken.errors, taken.errors)
-        answered = {reply.metadata.reply_to_message_id for reply in replies}
+        params, longest = cast("State", self.state).params, self.max_update_norm if self.sends_model else None
+        in_turn = self.streaming and isinstance(replies, Iterator)
+        pair = self.roster.senders_in_turn if in_turn else self.roster.senders
+        taken = intake.Intake(mean=intake.MeanUpdate(params, self.buffers) if self.streaming else None)
+        for update, content in intake.good(pair(self._sent, replies), expected, taken):
+            shortened = update if longest is None else intake.clip_update(update, params, longest, server_round)
+            taken.keep(shortened, content)
+        received = len(taken.answered) - taken.errors
+        logger.info("aggregate_train: Received %s results and %s failures", received, taken.errors)
+        answered = set(taken.answered)
         silent = [m.metadata.dst_node_id for m in self._sent if m.metadata.message_id not in answered]
         for client in in_order(self.roster.client_of(node) for node in silent):
             if client in taken.failed:
@@ -250,9 +269,6 @@ class FedStrategy(ServerHalf[State, Up], Strategy):
         for client in taken.lost:
             self.accepted.pop(client, None)
             self.state = self.forget(cast("State", self.state), client)
-        if self.max_update_norm is not None and self.sends_model:
-            params, longest = cast("State", self.state).params, self.max_update_norm
-            taken.updates = [intake.clip_update(u, params, longest, server_round) for u in taken.updates]
         self._sent, self.failed = [], taken.failed
         return taken
 

@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import numpy as np
 from flwr.app import ConfigRecord, Message, MessageType, RecordDict
@@ -206,12 +206,15 @@ class Roster:
         return self.clients.get(node, str(node))
 
     def senders(self, sent: Iterable[Message], replies: Iterable[Message]) -> list[tuple[str, Message]]:
-        """Pair replies with client ids, in client order.
+        """Pair replies with client ids, in client order."""
+        return sorted(self.senders_in_turn(sent, replies), key=lambda pair: client_order(pair[0]))
+
+    def senders_in_turn(self, sent: Iterable[Message], replies: Iterable[Message]) -> Iterator[tuple[str, Message]]:
+        """Pair replies with client ids, in the order in which they come.
 
         By the message that they answer: an error reply may carry the SuperLink's id instead of the node's.
         """
         node_of = {m.metadata.message_id: m.metadata.dst_node_id for m in sent if m.metadata.message_id}
-        pairs = []
         for reply in replies:
             node = node_of.get(reply.metadata.reply_to_message_id, reply.metadata.src_node_id)
             client = self.client_of(node)
@@ -221,5 +224,4 @@ class Roster:
                     client = said
                     if said not in self.clients.values():
                         self.clients[node] = said  # known from now on without a query
-            pairs.append((client, reply))
-        return sorted(pairs, key=lambda pair: client_order(pair[0]))
+            yield client, reply

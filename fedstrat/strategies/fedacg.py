@@ -47,6 +47,7 @@ class FedACG(FedStrategy[FedACGState, Payload]):
     """Clients start where the server's momentum leads. FedAvg's bytes, both ways."""
 
     shows_non_finite = True
+    steps_by_mean = True
 
     momentum: float = hyper(default=0.85, ge=0.0, lt=1.0, symbol="lambda", doc="server momentum, and the look-ahead")
     beta: float = hyper(default=0.002, ge=0.0, symbol="beta", doc="weight of the proximal term")

@@ -33,6 +33,7 @@ class FedAvg(FedStrategy[ServerState, Payload]):
 
     refuses_privacy = None
     shows_non_finite = True
+    steps_by_mean = True
     server_lr: float = hyper(default=1.0, gt=0.0, symbol="eta_g", doc="scales the averaged displacement")
     drop_stragglers: bool = hyper(default=False, doc="leave stragglers out, as in the experiments of FedProx")
 

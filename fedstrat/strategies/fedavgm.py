@@ -42,6 +42,7 @@ class FedAvgM(FedStrategy[FedAvgMState, Payload]):
     """FedAvg with momentum on the server. Works with unmodified Flower clients."""
 
     shows_non_finite = True
+    steps_by_mean = True
 
     momentum: float = hyper(
         default=0.9, ge=0.0, lt=1.0, symbol="beta", doc="server momentum", flower_name="server_momentum"

@@ -3,7 +3,7 @@
 import logging
 import math
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -11,9 +11,10 @@ import torch
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 
 from fedstrat import deltas
+from fedstrat.aggregation.mean import RunningMean
 from fedstrat.errors import PayloadError, RunFailedError
 from fedstrat.naming import kebab
-from fedstrat.payloads import Layout, Params, Payload, Update, check_finite, check_like, decode
+from fedstrat.payloads import NOTHING, Layout, Params, Payload, Update, check_finite, check_like, decode
 
 logger = logging.getLogger("flwr")
 
@@ -93,6 +94,38 @@ class Ignored:
     lost: bool = False
 
 
+class MeanUpdate:
+    """The example-weighted mean of updates as one update; their tensors are let go of.
+
+    Args:
+        params: x.
+        buffers: The present buffers.
+    """
+
+    def __init__(self, params: Params, buffers: Params) -> None:
+        self._params, self._buffers, self._examples = RunningMean(params), RunningMean(buffers), 0.0
+
+    def add(self, update: Update[Any], content: RecordDict) -> tuple[Update[Any], RecordDict]:
+        """Add one update, and return what is left of it and of its reply: everything but tensors."""
+        self._params.add(update.params, update.num_examples)
+        self._buffers.add(update.buffers, update.num_examples)
+        rest: dict[str, Any] = {name: record for name, record in content.items() if not isinstance(record, ArrayRecord)}
+        self._examples += update.num_examples
+        return replace(update, params={}, buffers={}, extra=NOTHING), RecordDict(rest)
+
+    def update(self) -> Update[Any]:
+        """The mean, in float64; what else an update tells is unknown."""
+        return Update(
+            client="",
+            num_examples=self._examples,
+            num_steps=0,
+            lr_sum=math.nan,
+            params=self._params.model(),
+            buffers=self._buffers.model(),
+            extra=NOTHING,
+        )
+
+
 @dataclass
 class Intake:
     """The replies of a round, sorted out.
@@ -102,14 +135,28 @@ class Intake:
         contents: What they came in.
         failed: Client id -> why its reply can't be used.
         lost: Clients that lost their state.
+        answered: Ids of the messages that were answered.
         errors: How many replies were errors.
+        mean: Where tensors are added up; ``updates`` and ``contents`` hold none then. None where they hold them.
     """
 
     updates: list[Update[Any]] = field(default_factory=list)
     contents: list[RecordDict] = field(default_factory=list)
     failed: dict[str, str] = field(default_factory=dict)
     lost: list[str] = field(default_factory=list)
+    answered: list[str] = field(default_factory=list)
     errors: int = 0
+    mean: MeanUpdate | None = None
+
+    def keep(self, update: Update[Any], content: RecordDict) -> None:
+        """Take a good update."""
+        kept, rest = (update, content) if self.mean is None else self.mean.add(update, content)
+        self.updates.append(kept)
+        self.contents.append(rest)
+
+    def summands(self) -> list[Update[Any]]:
+        """What the step is taken over; once, and of at least one update."""
+        return self.updates if self.mean is None else [self.mean.update()]
 
     def drop(self, client: str, error: PayloadError, server_round: int) -> None:
         """Note why a client's reply can't be used; the first reason counts."""
@@ -131,19 +178,22 @@ class Intake:
         return dropped > 0
 
 
-def sort_out(replies: Iterable[tuple[str, Message]], expected: Expected) -> Intake:
-    """Read a round's training replies; each that can't be used costs one log line.
+def good(
+    replies: Iterable[tuple[str, Message]], expected: Expected, intake: Intake
+) -> Iterator[tuple[Update[Any], RecordDict]]:
+    """Read a round's training replies and yield the good ones; each that can't be used costs one log line.
 
     Args:
         replies: (client id, reply), in client order.
         expected: What they must be.
+        intake: Where all but the good ones is noted.
 
     Raises:
         RunFailedError: A client trains other parameters than the strategy expects.
     """
-    intake = Intake()
     answered: set[str] = set()
     for client, reply in replies:
+        intake.answered.append(reply.metadata.reply_to_message_id)
         intake.errors += reply.has_error()
         try:
             if client in answered:
@@ -160,9 +210,7 @@ def sort_out(replies: Iterable[tuple[str, Message]], expected: Expected) -> Inta
             if update.lost:
                 intake.lost.append(client)
             continue
-        intake.updates.append(update)
-        intake.contents.append(content)
-    return intake
+        yield update, content
 
 
 def content_of(reply: Message) -> RecordDict:

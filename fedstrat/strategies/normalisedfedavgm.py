@@ -45,6 +45,8 @@ class NormalisedFedAvgMState(ServerState):
 class NormalisedFedAvgM(FedStrategy[NormalisedFedAvgMState, Payload]):
     """FedAvgM whose update has unit length in every layer group. Works with unmodified Flower clients."""
 
+    steps_by_mean = True
+
     momentum: float = hyper(default=0.9, ge=0.0, lt=1.0, symbol="beta", doc="server momentum")
     server_lr: float = hyper(default=0.1, gt=0.0, symbol="eta_g", doc="length of the step per group")
     length: Literal["unit", "momentum"] = hyper(default="unit", doc="whether the step or only the update has length 1")

@@ -3,7 +3,7 @@
 import dataclasses
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -12,7 +12,7 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result
 
 from fedstrat.errors import RunFailedError
-from fedstrat.flower import exchange
+from fedstrat.flower import exchange, exchange_in_turn
 from fedstrat.metrics.rounds import RoundReport, Traffic
 from fedstrat.metrics.traffic import array_payload_bytes, count
 from fedstrat.strategies.metrics import fairness_metrics, log_end, log_start
@@ -200,16 +200,26 @@ class RoundLoop:
 
     def _exchange(
         self, phase: str, messages: Iterable[Message], server_round: int
-    ) -> tuple[list[Message], list[Message]]:
+    ) -> tuple[list[Message], Iterable[Message]]:
         sent = list(messages)
         own = self.strategy.round_timeout
         if isinstance(own, list):
             own = own[min(server_round, len(own)) - 1] if own else None
+        self._add_traffic(f"{phase}_down", sent)
+        if phase == "train" and self.strategy.streaming:
+            return sent, self._in_turn(sent, own or self.timeout)
         replies = exchange(self.grid, sent, own or self.timeout)
-        for way, travelled in (("down", sent), ("up", replies)):
-            before, now = self._traffic.get(f"{phase}_{way}", (0, 0)), _count(travelled)
-            self._traffic[f"{phase}_{way}"] = before[0] + now[0], before[1] + now[1]
+        self._add_traffic(f"{phase}_up", replies)
         return sent, replies
+
+    def _in_turn(self, sent: list[Message], timeout: float) -> Iterator[Message]:
+        for reply in exchange_in_turn(self.grid, sent, timeout):
+            self._add_traffic("train_up", [reply])
+            yield reply
+
+    def _add_traffic(self, way: str, travelled: list[Message]) -> None:
+        before, now = self._traffic.get(way, (0, 0)), _count(travelled)
+        self._traffic[way] = before[0] + now[0], before[1] + now[1]
 
     def _save(self, server_round: int, *, last: bool) -> None:
         # The next broadcast acknowledges this round: clients commit their state only once this is on disk.

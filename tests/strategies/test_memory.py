@@ -1,7 +1,11 @@
-"""The memory of a run doesn't grow with its rounds."""
+"""The memory of a run doesn't grow with its rounds, nor with ``streaming`` with its clients."""
 
+import ctypes
+import functools
+import gc
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -79,3 +83,44 @@ def test_memory_does_not_grow_with_the_clients_that_were_met(tmp_path: Path) -> 
     assert len(met) > 20
     assert kept > len(met) * 2 * 4 * 11_000_000  # two models each
     assert used[5] - used[1] < 0.1 * kept
+
+
+def added_bytes(work: Callable[[], object]) -> int:
+    """By how much ``work`` raises this process's memory at its peak."""
+
+    def status(entry: str) -> int:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(entry))
+
+    gc.collect()
+    libc = ctypes.CDLL(None)
+    libc.mallopt(-3, 1 << 17)  # M_MMAP_THRESHOLD: whatever is larger goes back to the system when it is freed
+    libc.malloc_trim(0)  # what was freed before must not serve again
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    before = status("VmRSS")
+    work()
+    return status("VmHWM") - before
+
+
+def test_streaming_needs_a_few_models_however_many_reply() -> None:
+    """A round of FedAvg over 5 and over 30 clients; without streaming it holds all their replies."""
+
+    def steps(session: Any, model: Any, client: int) -> None:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(0.001 * client)
+        gc.collect()  # the clients before left models in reference cycles
+
+    model_bytes = 4 * sum(p.numel() for p in wide().parameters())
+
+    def added(clients: int, *, streaming: bool) -> float:
+        grid = InProcessGrid(small.own_loop(wide, steps, examples=lambda _: 1), clients)
+        strategy = ALGORITHMS["fedavg"].strategy(seed=7, fraction_evaluate=0.0, streaming=streaming)
+        start = functools.partial(strategy.start, grid, small.initial(wide), num_rounds=1)
+        return added_bytes(start) / model_bytes
+
+    added(2, streaming=True)  # what a first run leaves behind
+    few, many, together = added(5, streaming=True), added(30, streaming=True), added(30, streaming=False)
+    print("models at the peak: 5 clients", few, "30 clients", many, "all at once", together)
+    assert many < few + 2.0
+    assert together > many + 20.0
