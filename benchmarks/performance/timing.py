@@ -3,7 +3,7 @@
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ class Row:
 
     Attributes:
         name: What was measured.
-        ours: CPU milliseconds, or megabytes.
+        ours: CPU milliseconds (on Ray: wall), or megabytes.
         theirs: The same of the side that it is compared with.
         against: What that side is.
         goal: Smallest ``theirs / ours`` that was aimed at; None where nothing was.
@@ -45,12 +45,18 @@ def cpu_ms(work: Callable[[], Any]) -> float:
 def alternate(
     ours: Callable[[], Any], theirs: Callable[[], Any], repeats: int, *, warm: bool = True
 ) -> tuple[float, float]:
-    """Return the CPU milliseconds of two sides, each the best of ``repeats``, run in turns after one warm-up."""
+    """As :func:`in_turns`, for two sides."""
+    a, b = in_turns((ours, theirs), repeats, warm=warm)
+    return a, b
+
+
+def in_turns(sides: Sequence[Callable[[], Any]], repeats: int, *, warm: bool = True) -> list[float]:
+    """Return the CPU milliseconds of some sides, each the best of ``repeats``, run in turns after one warm-up."""
     if warm:
-        ours()
-        theirs()
-    pairs = [(cpu_ms(ours), cpu_ms(theirs)) for _ in range(repeats)]
-    return min(a for a, _ in pairs), min(b for _, b in pairs)
+        for side in sides:
+            side()
+    turns = [[cpu_ms(side) for side in sides] for _ in range(repeats)]
+    return [min(took) for took in zip(*turns, strict=True)]
 
 
 def apart(module: str, *arguments: str) -> str:
