@@ -207,7 +207,15 @@ def to_arrays(model: torch.nn.Module | Params) -> ArrayRecord:
         An ArrayRecord with every key of the ``state_dict``, in its order.
     """
     tensors = model.state_dict() if isinstance(model, torch.nn.Module) else model
-    return ArrayRecord({name: numpy_array(tensor) for name, tensor in tensors.items()})
+    return _record((name, numpy_array(tensor)) for name, tensor in tensors.items())
+
+
+def _record(arrays: Iterable[tuple[str, Array]]) -> ArrayRecord:
+    """A record of these very Arrays: of a dictionary Flower's constructor makes each anew."""
+    record = ArrayRecord()
+    for name, array in arrays:
+        record[name] = array
+    return record
 
 
 def chosen(model: torch.nn.Module, names: Iterable[str] | Callable[[str], bool] | None) -> frozenset[str]:
@@ -436,7 +444,7 @@ class Payload:
     def encode(self) -> dict[str, ArrayRecord]:
         """Encode every field as an ArrayRecord of our own serialisation type."""
         return {
-            kebab(name): ArrayRecord({n: raw_array(t) for n, t in getattr(self, name).items()}) for name in self.names()
+            kebab(name): _record((n, raw_array(t)) for n, t in getattr(self, name).items()) for name in self.names()
         }
 
     @classmethod

@@ -163,5 +163,5 @@ class ScaffoldRule(LocalRule[ScaffoldBroadcast, ScaffoldUpdate]):
         c_i, lr_sum = self.c_i[name], self.lr_sums[name]
         if lr_sum == 0.0:
             return c_i  # this parameter took no step
-        displacement = (self.initial[name].to(c_i.dtype) - y.to(c_i.dtype)) / lr_sum
-        return displacement - self.correction[name]
+        displacement = self.initial[name].to(c_i.dtype) - y.to(c_i.dtype)
+        return displacement.div_(lr_sum).sub_(self.correction[name])  # in place: a new tensor each costs more than that
