@@ -49,40 +49,28 @@ def steps() -> Iterator[Row]:
     yield Row("10 SAM steps, CNN, batches of 32", *pair, "20 plain steps", 1)
 
 
-def stock_train(x: torch.Tensor, y: torch.Tensor, msg: Message) -> Message:
-    """Answer a training message as Flower's quickstart does."""
-    model = build("mlp", input_shape=(1, 28, 28), num_classes=10, hidden=(200, 200))
-    model.load_state_dict(msg.content["arrays"].to_torch_state_dict())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    model.train()
-    total = 0.0
-    for xs, ys in DataLoader(TensorDataset(x, y), batch_size=20, shuffle=True):
-        optimizer.zero_grad()
-        loss = nn.functional.cross_entropy(model(xs), ys)
-        loss.backward()
-        optimizer.step()
-        total += loss.item()
-    metrics = MetricRecord({"num-examples": len(y), "train-loss": total})
-    return Message(RecordDict({"arrays": ArrayRecord(model.state_dict()), "metrics": metrics}), reply_to=msg)
-
-
 def stock_app(x: torch.Tensor, y: torch.Tensor) -> ClientApp:
+    """A ClientApp as Flower's quickstart has it."""
     stock = ClientApp()
 
     @stock.train()
     def train(msg: Message, context: Context) -> Message:
         del context
-        return stock_train(x, y, msg)
+        model = build("mlp", input_shape=(1, 28, 28), num_classes=10, hidden=(200, 200))
+        model.load_state_dict(msg.content["arrays"].to_torch_state_dict())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        model.train()
+        total = 0.0
+        for xs, ys in DataLoader(TensorDataset(x, y), batch_size=20, shuffle=True):
+            optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(model(xs), ys)
+            loss.backward()
+            optimizer.step()
+            total += loss.item()
+        metrics = MetricRecord({"num-examples": len(y), "train-loss": total})
+        return Message(RecordDict({"arrays": ArrayRecord(model.state_dict()), "metrics": metrics}), reply_to=msg)
 
     return stock
-
-
-def one_step(folder: str, clients: int) -> config.RunConfig:
-    """FedAvg with all clients; where 3000 clients share the data, each has one batch."""
-    return config.parse({
-        **MLP, "algorithm": "fedavg", "num-clients": clients, "fraction-train": 1.0, "dataset.name": "npz",
-        "dataset.dir": folder, "dataset.partition": "iid", "train.batch-size": 20,
-    })  # fmt: skip
 
 
 def calls(folder: str, *, quick: bool) -> Iterator[Row]:
@@ -91,7 +79,12 @@ def calls(folder: str, *, quick: bool) -> Iterator[Row]:
     The second row leaves out the step itself: a batch, forward, backward and SGD's step with a model at hand.
     """
     count = 20 if quick else 100
-    run = one_step(folder, count)
+    shared = {
+        **MLP, "algorithm": "fedavg", "num-clients": count, "fraction-train": 1.0,
+        "dataset.name": "npz", "dataset.dir": folder,
+        "dataset.partition": "iid", "train.batch-size": 20,
+    }  # fmt: skip
+    run = config.parse(shared)
     own = InProcessGrid(app, count, run_config={**run.flat, "num-clients": 3000})
     data = client_data({**run.flat, "num-clients": 3000}, {"partition-id": 0, "num-partitions": 3000}, seed=0).train
     stock = InProcessGrid(stock_app(data.x, data.y), count)

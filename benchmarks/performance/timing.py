@@ -17,7 +17,7 @@ class Row:
 
     Attributes:
         name: What was measured.
-        ours: CPU milliseconds (on Ray: wall), or megabytes.
+        ours: CPU milliseconds, or megabytes.
         theirs: The same of the side that it is compared with.
         against: What that side is.
         goal: Smallest ``theirs / ours`` that was aimed at; None where nothing was.
