@@ -126,3 +126,14 @@ def test_the_tables_of_measured_results_are_those_of_the_benchmark() -> None:
     shown = [line for line in readme if line.startswith("| ") and " ± " in line]
     assert shown
     assert set(shown) <= set(rows)
+
+
+def test_every_score_of_the_small_recipes_is_one_that_a_table_holds() -> None:
+    tables = "".join(path.read_text() for path in (ROOT / "benchmarks/results/recipes").glob("*.md"))
+    shown = (ROOT / "docs/results.md").read_text().partition("## Hardware and reading")[2]
+    rows = [line for line in shown.splitlines() if line.startswith("| ") and " ± " in line]
+    assert len(rows) > 40
+    for row in rows:
+        method = row.split(" | ")[0]
+        for score in re.findall(r"\.\d{3} ± \.\d{3}", row):
+            assert any(line.startswith(f"{method} |") and score in line for line in tables.splitlines()), row
