@@ -43,8 +43,8 @@ def rounded(y: Params, x: Params, dtype: torch.dtype) -> dict[str, torch.Tensor]
 
 def restored(x: Params, delta: Params) -> dict[str, torch.Tensor]:
     """Return ``x + d`` in x's dtypes and order."""
-    # Widened first: a sum of two dtypes takes several times as long.
-    return {n: delta[n].to(state_dtype(b), copy=True).add_(b).to(b.dtype) for n, b in x.items()}
+    # Widened first: a sum of two dtypes takes several times as long, and torch has none with float8.
+    return {n: delta[n].to(state_dtype(b), copy=True).add_(b.to(state_dtype(b))).to(b.dtype) for n, b in x.items()}
 
 
 def read(record: ArrayRecord, x: Params, dtype: torch.dtype) -> dict[str, torch.Tensor]:

@@ -142,8 +142,13 @@ class Displacements:
 
 
 def flat(tensors: Tensors, names: Sequence[str]) -> dict[str, torch.Tensor]:
-    """Return some tensors as vectors, views where they are contiguous."""
-    return {name: tensors[name].flatten() for name in names}
+    """Return some tensors as vectors, views where they are contiguous and of at least 16 bits."""
+    return {name: widened(tensors[name]).flatten() for name in names}
+
+
+def widened(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor in a dtype that torch can combine with others: float8 in float32, any other as it is."""
+    return tensor.float() if tensor.is_floating_point() and tensor.dtype.itemsize == 1 else tensor
 
 
 def pieces(params: Tensors, names: Sequence[str], room: int) -> Iterator[tuple[Piece, int]]:

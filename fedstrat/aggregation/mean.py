@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from fedstrat.aggregation.gram import Displacements
+from fedstrat.aggregation.gram import Displacements, widened
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -78,14 +78,14 @@ class RunningMean:
         """Add one model; ``weight > 0``."""
         self._weight += weight
         for name, total in self._sums.items():
-            total.add_(model[name].to(total.dtype) - self._origin[name], alpha=weight)
+            total.add_(model[name].to(total.dtype) - widened(self._origin[name]), alpha=weight)
         for name in self._origin.keys() - self._sums.keys():
             seen = [t for t in (self._largest.get(name), model[name]) if t is not None]
             self._largest[name] = torch.stack(seen).amax(0) if seen[0].numel() else seen[0]
 
     def model(self) -> dict[str, torch.Tensor]:
         """Return the mean in float64, and the maximum of what is an integer; once, as it takes the sums' memory."""
-        means = {n: s.div_(self._weight).add_(self._origin[n]) for n, s in self._sums.items()}
+        means = {n: s.div_(self._weight).add_(widened(self._origin[n])) for n, s in self._sums.items()}
         return {n: means[n] if n in means else self._largest[n] for n in self._origin}
 
 

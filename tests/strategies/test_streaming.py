@@ -171,7 +171,7 @@ def test_the_running_mean_by_hand() -> None:
 
 def test_a_running_mean_of_buffers_is_aggregated_as_they_are() -> None:
     rng = np.random.default_rng(0)
-    dtypes = [torch.float32, torch.float64, torch.complex64, torch.bfloat16, torch.int32, torch.bool]
+    dtypes = [torch.float32, torch.float64, torch.complex64, torch.bfloat16, torch.float8_e5m2, torch.int32, torch.bool]
 
     def buffers() -> dict[str, torch.Tensor]:
         return {str(d): torch.tensor(rng.normal(size=(3, 2)) * 3.0).to(d) for d in dtypes} | {"0": torch.zeros(0)}
@@ -183,7 +183,9 @@ def test_a_running_mean_of_buffers_is_aggregated_as_they_are() -> None:
     expected = aggregate_buffers(old, clients, [w / sum(weights) for w in weights])
     found = aggregate_buffers(old, [mean.model()], [1.0])
     for name, value in expected.items():
-        torch.testing.assert_close(found[name], value)
+        assert found[name].dtype == value.dtype
+        wide = value.dtype if value.dtype.itemsize > 1 else torch.float32
+        torch.testing.assert_close(found[name].to(wide), value.to(wide))
 
 
 def test_a_running_mean_never_writes_into_what_it_is_given() -> None:
