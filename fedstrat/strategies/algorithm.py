@@ -53,8 +53,9 @@ class ServerHalf(CommonArguments, Generic[State, Up]):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        # A new step has to say for itself what it stands and shows.
-        if "aggregate" in vars(cls):
+        # A new step, also one from a mixin, has to say for itself what it stands and shows.
+        inherited = [getattr(base, "aggregate", None) for base in cls.__bases__ if issubclass(base, ServerHalf)]
+        if cls.aggregate not in inherited:
             cls.refuses_privacy = vars(cls).get("refuses_privacy", NO_MEAN)
             cls.shows_non_finite = vars(cls).get("shows_non_finite", False)
             cls.steps_by_mean = vars(cls).get("steps_by_mean", False)

@@ -159,9 +159,26 @@ def test_a_step_of_ones_own_is_refused_until_it_says_that_it_averages() -> None:
     class Sure(Bold):
         refuses_privacy = None
 
+    class Median:
+        def aggregate(self, state: Any, updates: Any) -> Any:
+            return state
+
+    class Mixed(Median, FedAvg):  # type: ignore[misc]
+        pass
+
+    class Sworn(Mixed):
+        steps_by_mean = True
+
+    class Same(FedAvg):
+        pass
+
     assert FedAvg.refuses_privacy is None
     assert "isn't the plain mean" in str(Bold.refuses_privacy)
     assert Sure.refuses_privacy is None
+    assert "isn't the plain mean" in str(Mixed.refuses_privacy)
+    assert [(c.shows_non_finite, c.steps_by_mean) for c in (Bold, Mixed, Sworn, Same)] == [
+        (False, False), (False, False), (False, True), (True, True),
+    ]  # fmt: skip
 
 
 def test_a_scaled_step_unequal_weights_and_arrays_that_cant_be_clipped_are_refused() -> None:
