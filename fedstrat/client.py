@@ -39,7 +39,7 @@ def train(
         msg: The training message of a fedstrat Strategy.
         context: The ClientApp's context; its run config may hold ``train.momentum``, ``train.weight-decay``,
             ``train.clip-norm``, ``train.lr-schedule``, ``train.lr-decay``, ``train.device``, ``train.threads``,
-            ``train.amp`` and ``train.channels-last``.
+            ``train.amp``, ``train.channels-last`` and ``train.compile``.
         model: The model.
         loader: Yields batches (x, y); re-iterable. ``loader.num_examples`` or ``len(loader.dataset)`` is n_i.
         loss_fn: Mean loss of a batch; cross-entropy by default.

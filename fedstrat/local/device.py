@@ -30,7 +30,10 @@ def choose_device(name: str) -> torch.device:
 
 
 def place(model: torch.nn.Module, run_config: Mapping[str, Any]) -> None:
-    """Move a model to where ``train.device`` says and lay it out as ``train.channels-last`` says, where they are there.
+    """Put a model where ``train.device`` says, laid out and compiled as ``train.channels-last``, ``train.compile`` say.
+
+    Compiling is in place: parameters, their names and the module stay the same. It happens in the first passes, again
+    for other shapes, and rounds otherwise than eager mode.
 
     Raises:
         ConfigError: The device isn't there.
@@ -39,6 +42,8 @@ def place(model: torch.nn.Module, run_config: Mapping[str, Any]) -> None:
         model.to(choose_device(str(run_config["train.device"])))
     if run_config.get("train.channels-last", False):
         model.to(memory_format=torch.channels_last)
+    if run_config.get("train.compile", False):
+        model.compile()
 
 
 @contextmanager

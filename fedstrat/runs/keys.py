@@ -151,6 +151,9 @@ class TrainKeys(Table):
     channels_last: bool = Field(
         default=False, description="convolutions' weights lie channels-last in memory, which suits GPUs"
     )
+    compile: bool = Field(
+        default=False, description="torch.compile the model, once a worker; on a CPU that needs a C++ compiler"
+    )
     straggler_share: float = Field(
         default=0.0, ge=0.0, le=1.0, description="share of a cohort that trains for fewer epochs"
     )

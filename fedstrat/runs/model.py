@@ -70,7 +70,7 @@ def client_model(
         return initial_model(run_config, node_config)
     shapes, num_classes = describe(run_config, node_config)
     hidden, seed = str(run_config.get("model.hidden", "")), setting(run_config, "seed", int)
-    where = run_config.get("train.device"), run_config.get("train.channels-last")
+    where = tuple(run_config.get(f"train.{key}") for key in ("device", "channels-last", "compile"))
     key = (threading.get_ident(), name, hidden, shapes, num_classes, vocab_size(run_config), seed, where)
     kept = _kept.get(key)
     if kept is None:

@@ -1,6 +1,7 @@
 """The one-line handlers: where settings come from, which loaders they take, and that they leave the process alone."""
 
 import copy
+import shutil
 from collections.abc import Iterable
 from typing import Any
 
@@ -249,7 +250,16 @@ def test_every_loader_gives_the_same_and_small_clients_survive(strategy: Any, co
 
 @pytest.mark.parametrize("algorithm", ["FedAvg", "FedSAM"])
 @pytest.mark.parametrize(
-    ("options", "rounding"), [({"train.amp": "bf16"}, 0.25), ({"train.channels-last": True}, 1e-4)]
+    ("options", "rounding"),
+    [
+        ({"train.amp": "bf16"}, 0.25),
+        ({"train.channels-last": True}, 1e-4),
+        pytest.param(
+            {"train.compile": True},
+            1e-4,
+            marks=[pytest.mark.slow, pytest.mark.skipif(not shutil.which("c++"), reason="there is no C++ compiler")],
+        ),
+    ],
 )
 def test_reduced_precision_and_memory_format_change_the_result_by_rounding_alone(algorithm, options, rounding):
     generator = torch.Generator().manual_seed(0)
