@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from flwr.app import Array, ArrayRecord, RecordDict
 
+from fedstrat.aggregation.gram import widened
 from fedstrat.errors import ConfigError, PayloadError, nearest
 from fedstrat.naming import kebab
 
@@ -210,6 +211,11 @@ def to_arrays(model: torch.nn.Module | Params) -> ArrayRecord:
     return _record((name, numpy_array(tensor)) for name, tensor in tensors.items())
 
 
+def raw_record(tensors: Params) -> ArrayRecord:
+    """Encode named tensors as an ArrayRecord of our own serialisation type."""
+    return _record((name, raw_array(tensor)) for name, tensor in tensors.items())
+
+
 def _record(arrays: Iterable[tuple[str, Array]]) -> ArrayRecord:
     """A record of these very Arrays: of a dictionary Flower's constructor makes each anew."""
     record = ArrayRecord()
@@ -303,9 +309,7 @@ def is_finite(tensor: torch.Tensor) -> bool:
         tensor = torch.view_as_real(tensor)
     if not tensor.is_floating_point() or tensor.numel() == 0:
         return True
-    if tensor.dtype.itemsize == 1:
-        tensor = tensor.float()
-    low, high = torch.aminmax(tensor)  # NaN propagates into both
+    low, high = torch.aminmax(widened(tensor))  # NaN propagates into both
     return math.isfinite(low.item()) and math.isfinite(high.item())
 
 
@@ -443,9 +447,7 @@ class Payload:
 
     def encode(self) -> dict[str, ArrayRecord]:
         """Encode every field as an ArrayRecord of our own serialisation type."""
-        return {
-            kebab(name): _record((n, raw_array(t)) for n, t in getattr(self, name).items()) for name in self.names()
-        }
+        return {kebab(name): raw_record(getattr(self, name)) for name in self.names()}
 
     @classmethod
     def decode(cls, content: RecordDict, params: Params, sender: str) -> Self:

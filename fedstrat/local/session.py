@@ -17,7 +17,7 @@ from fedstrat.local.optimizer import RuleOptimizer
 from fedstrat.local.rule import PERSONAL, LocalRule, LossFunction
 from fedstrat.local.state import StateLostError, open_store, peek, settle
 from fedstrat.naming import kebab, snake
-from fedstrat.payloads import check_like, chosen, decode, raw_array, to_arrays
+from fedstrat.payloads import check_like, chosen, decode, raw_record, to_arrays
 from fedstrat.privacy import NO_DELTAS, check_private, mod_around
 from fedstrat.seeding import derive
 
@@ -349,7 +349,7 @@ class LocalSession:
             content["arrays"] = to_arrays(self._exchanged())
         else:
             changed = {n: t for n, t in self.rule.buffers.items() if not torch.equal(t, self._buffers_before[n])}
-            content["buffers"] = ArrayRecord({n: raw_array(t) for n, t in changed.items()})
+            content["buffers"] = raw_record(changed)
         for name, record in (extra.encode() if extra is not None else {}).items():
             content[name] = record
         return Message(content, reply_to=self._message)
@@ -361,7 +361,7 @@ class LocalSession:
         y = {n: p.detach().cpu() for n, p in self.rule.params.items()}
         delta = deltas.rounded(y, x, getattr(torch, str(self._own["update-dtype"])))
         self.rule.sent = deltas.restored(x, delta)
-        return ArrayRecord({n: raw_array(d) for n, d in delta.items()})
+        return raw_record(delta)
 
 
 def _seed(seed: int) -> None:

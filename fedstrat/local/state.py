@@ -19,10 +19,10 @@ from urllib.parse import quote
 import safetensors
 import safetensors.torch
 import torch
-from flwr.app import ArrayRecord, ConfigRecord, Context
+from flwr.app import ConfigRecord, Context
 
 from fedstrat.errors import StateError
-from fedstrat.payloads import decode, raw_array
+from fedstrat.payloads import decode, raw_record
 
 CONTEXT_LIMIT_BYTES = 8 * 2**20
 """Largest state that Context.state is trusted with."""
@@ -175,7 +175,7 @@ class ContextStore:
                 f" {CONTEXT_LIMIT_BYTES / 1e6:.1f} MB (it loses more without an error); set state-dir in the run"
                 " config or in the node config to a folder"
             )
-        self.state[f"fedstrat.{slot}"] = ArrayRecord({n: raw_array(t) for n, t in tensors.items()})
+        self.state[f"fedstrat.{slot}"] = raw_record(tensors)
         self.about[f"{slot}-round"] = server_round
 
     def promote(self) -> None:

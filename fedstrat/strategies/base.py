@@ -24,7 +24,7 @@ from fedstrat.payloads import (
     Params,
     decode,
     is_finite,
-    numpy_array,
+    to_arrays,
 )
 from fedstrat.privacy import NO_DELTAS, check_equal_weights, check_private, wrapper_around
 from fedstrat.strategies import cohort, intake
@@ -300,8 +300,7 @@ class FedStrategy(ServerHalf[State, Up], Strategy):
 
     def encode(self, params: Params, buffers: Params) -> ArrayRecord:
         """The whole model as an ArrayRecord."""
-        whole = cast("Layout", self.layout).join(params, buffers)
-        return ArrayRecord({name: numpy_array(tensor) for name, tensor in whole.items()})
+        return to_arrays(cast("Layout", self.layout).join(params, buffers))
 
     # --- Flower's Strategy: evaluation ----------------------------------------------------------------------
 

@@ -13,6 +13,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDic
 from fedstrat import deltas
 from fedstrat.aggregation.mean import RunningMean
 from fedstrat.errors import PayloadError, RunFailedError
+from fedstrat.flower import records
 from fedstrat.naming import kebab
 from fedstrat.payloads import NOTHING, Layout, Params, Payload, Update, check_finite, check_like, decode
 
@@ -324,17 +325,17 @@ def read_update(content: RecordDict, client: str, expected: Expected) -> Update[
 def _read_model(content: RecordDict, expected: Expected) -> tuple[Params, Params]:
     """The client's whole model, told apart into parameters and buffers."""
     layout, keys = expected.layout, expected.keys
-    record = content.array_records.get(keys.arrays)
-    delta = content.array_records.get(deltas.RECORD)
+    sent = records(content, ArrayRecord)
+    record, delta = sent.get(keys.arrays), sent.get(deltas.RECORD)
     if record is None and delta is not None and (rounded := expected.rounded) is not None:
         return deltas.read(delta, rounded.x, rounded.dtype), _read_buffers(content, rounded.buffers)
     if record is None:
         # Flower's own clients may name their one ArrayRecord as they like.
         extra = {kebab(name) for name in expected.payload.names()}
-        others = [name for name in content.array_records if name not in extra]
+        others = [name for name in sent if name not in extra]
         if len(others) != 1:
             raise PayloadError(f"expected an ArrayRecord '{keys.arrays}', but got {sorted(content.keys())}")
-        record = content.array_records[others[0]]
+        record = sent[others[0]]
     model = decode(record, keys.arrays)
     like, unless = layout.arrays, expected.unchecked
     check_like(model, like, keys.arrays, owner="the global model", finite=True, unless=unless)
@@ -343,7 +344,7 @@ def _read_model(content: RecordDict, expected: Expected) -> tuple[Params, Params
 
 def _read_buffers(content: RecordDict, present: Params) -> Params:
     """The buffers as the client has them: those that it sent, and the present ones."""
-    sent = decode(content.array_records.get("buffers", ArrayRecord()), "buffers")
+    sent = decode(records(content, ArrayRecord).get("buffers", ArrayRecord()), "buffers")
     check_like(sent, {n: b for n, b in present.items() if n in sent}, "buffers", owner="the global model", finite=True)
     return {**present, **sent}
 
@@ -497,10 +498,10 @@ def mean_metrics(records: list[RecordDict], weight_key: str) -> dict[str, int | 
 
 
 def _metrics(content: RecordDict) -> MetricRecord:
-    records = {name: record for name, record in content.items() if isinstance(record, MetricRecord)}
-    if len(records) != 1:
-        raise PayloadError(f"expected one MetricRecord, but got {len(records)} ({', '.join(records) or 'none'})")
-    return next(iter(records.values()))
+    found = records(content, MetricRecord)
+    if len(found) != 1:
+        raise PayloadError(f"expected one MetricRecord, but got {len(found)} ({', '.join(found) or 'none'})")
+    return next(iter(found.values()))
 
 
 def about_client(content: RecordDict) -> ConfigRecord:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, RecordDict
 
 from fedstrat.naming import kebab
-from fedstrat.payloads import Params, Payload, raw_array
+from fedstrat.payloads import Params, Payload, raw_record
 
 if TYPE_CHECKING:
     from fedstrat.strategies.base import FedStrategy
@@ -38,7 +38,7 @@ class Outbox:
     @functools.cached_property
     def _buffers(self) -> ArrayRecord:
         buffers, moving = self.strategy.buffers, self.strategy.moving
-        return ArrayRecord({n: raw_array(b) for n, b in buffers.items() if n in moving})
+        return raw_record({n: b for n, b in buffers.items() if n in moving})
 
     def message(self, node: int, client: str, epochs_share: float | None) -> Message:
         """Build one node's message.
