@@ -17,6 +17,8 @@ from typing import Any, Literal
 
 import torch
 
+from fedstrat.aggregation.device import lent, zeros
+
 SingleClient = Literal["formula", "raw"]
 
 _BLOCK_NUMBERS = 1 << 20
@@ -76,19 +78,18 @@ def products(blocks: Iterable[tuple[torch.Tensor, torch.Tensor | None]], num_cli
 
     Args:
         blocks: Pairs (deltas of shape (m, c), previous direction of shape (c,) or None), float32 or float64;
-            multiplied in their own dtype, added up in float64.
+            multiplied in their own dtype, added up in float64; see :mod:`fedstrat.aggregation.device`.
         num_clients: m.
     """
-    deltas = torch.zeros(num_clients, num_clients, dtype=torch.float64)
-    with_reference = torch.zeros(num_clients, dtype=torch.float64)
-    squared = 0.0
+    deltas, with_reference, squared = zeros(num_clients, num_clients), zeros(num_clients), zeros()
     for block, reference in blocks:
-        deltas += block @ block.T
+        rows = lent(block)
+        deltas += rows @ rows.T
         if reference is not None:
-            with_reference += block @ reference.to(block.dtype)
-            r = reference.to(torch.float64)
-            squared += float(r @ r)
-    return Products(deltas, with_reference, squared**0.5)
+            r = lent(reference)
+            with_reference += rows @ r.to(rows.dtype)
+            squared += r.double() @ r.double()
+    return Products(deltas.cpu(), with_reference.cpu(), float(squared) ** 0.5)
 
 
 def solve(

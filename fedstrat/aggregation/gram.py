@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from fedstrat.aggregation.conflict import block_columns
+from fedstrat.aggregation.device import lent, zeros
 
 Tensors = Mapping[str, torch.Tensor]
 Piece = list[tuple[str, slice]]
@@ -41,12 +42,18 @@ class Displacements:
     def __len__(self) -> int:
         return len(self.clients) + len(self.remembered)
 
-    def gram(self, names: Sequence[str] | None = None) -> torch.Tensor:
-        """Return the rows' inner products over some parameters (all by default), shape (rows, rows), float64."""
-        products = torch.zeros(len(self), len(self), dtype=torch.float64)
-        for _, block in self.blocks(names):
-            products += block @ block.T
-        return products
+    def gram(self, names: Sequence[str] | None = None, *, single: bool = False) -> torch.Tensor:
+        """Return the rows' inner products over some parameters (all by default), shape (rows, rows), float64.
+
+        Args:
+            names: The parameters.
+            single: Whether blocks may be multiplied in float32; see :meth:`blocks`.
+        """
+        products = zeros(len(self), len(self))
+        for _, block in self.blocks(names, single=single):
+            rows = lent(block)
+            products += rows @ rows.T
+        return products.cpu()
 
     def combined(
         self, coefficients: torch.Tensor, names: Sequence[str] | None = None, *, single: bool = False

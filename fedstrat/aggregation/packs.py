@@ -19,6 +19,7 @@ from typing import Literal
 import torch
 
 from fedstrat.aggregation.conflict import BLOCK_COLUMNS
+from fedstrat.aggregation.device import lent, zeros
 
 Tensors = Mapping[str, torch.Tensor]
 Weights = Literal["dual", "cosine", "kl", "full"]
@@ -204,7 +205,7 @@ def gram(
         sent: Per client (index (K,), weight (K,), value (K, B)); weights play no part.
         content: Whether values are ``w_j - x_j`` or ``w_j``.
     """
-    products = torch.zeros(len(sent), len(sent), dtype=torch.float64)
+    products = zeros(len(sent), len(sent))
     chunk = max(1, BLOCK_COLUMNS // x.shape[1])
     for start in range(0, len(x), chunk):
         at = x[start : start + chunk].to(torch.float64)
@@ -213,6 +214,6 @@ def gram(
             here = (index >= start) & (index < start + len(at))
             places = index[here].long() - start
             row[places] = value[here].to(torch.float64) - (at[places] if content == "weights" else 0.0)
-        flat = block.flatten(1)
-        products.addmm_(flat, flat.T)
-    return products
+        rows = lent(block.flatten(1))
+        products.addmm_(rows, rows.T)
+    return products.cpu()

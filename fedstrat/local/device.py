@@ -9,8 +9,12 @@ import torch
 from fedstrat.errors import ConfigError
 
 
-def choose_device(name: str) -> torch.device:
-    """Return the device for ``train.device``: "auto" takes CUDA when present (as Ray assigned it), else the CPU.
+def choose_device(name: str, key: str = "train.device") -> torch.device:
+    """Return the device of that name: "auto" takes CUDA when present (as Ray assigned it), else the CPU.
+
+    Args:
+        name: "auto", "cpu", "cuda", "cuda:N", or another one of torch.
+        key: The setting that asks for it.
 
     Raises:
         ConfigError: The device isn't there.
@@ -20,10 +24,10 @@ def choose_device(name: str) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError:
-        raise ConfigError(f"train.device: expected 'auto', 'cpu', 'cuda' or 'cuda:N', but got '{name}'") from None
+        raise ConfigError(f"{key}: expected 'auto', 'cpu', 'cuda' or 'cuda:N', but got '{name}'") from None
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ConfigError(
-            f"train.device: '{name}' was asked for, but this machine has {torch.cuda.device_count()} CUDA devices;"
+            f"{key}: '{name}' was asked for, but this machine has {torch.cuda.device_count()} CUDA devices;"
             " use 'auto' or 'cpu'"
         )
     return device

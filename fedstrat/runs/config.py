@@ -95,6 +95,7 @@ class RunConfig(RunKeys):
             max_update_norm=self.max_update_norm or None,
             update_dtype=self.update_dtype,
             streaming=self.streaming,
+            aggregation_device=self.aggregation_device,
             straggler_share=self.train.straggler_share,
             **settings,
         )

@@ -201,6 +201,11 @@ class RunKeys(Table):
         default=False,
         description="add replies to a mean one by one and let go of each, for methods that step by the mean",
     )
+    aggregation_device: str = Field(
+        default="cpu",
+        pattern=r"^(auto|cpu|cuda(:[0-9]+)?)$",
+        description="where the server works out inner products of updates: cpu, cuda, cuda:N, or auto",
+    )
     target_accuracy: float = Field(
         default=0.0, ge=0.0, le=1.0, description="mean client accuracy that the run is after; 0: none"
     )

@@ -95,7 +95,7 @@ class ServerHalf(CommonArguments, Generic[State, Up]):
         if not self.sends_model:
             return {}
         rows = Displacements(state.params, [u.params for u in updates])
-        return {layer: rows.gram(names) for layer, names in group_names(state.params, "layer").items()}
+        return {layer: rows.gram(names, single=True) for layer, names in group_names(state.params, "layer").items()}
 
     def evaluated(self, state: State) -> Params:
         """Return the model that is evaluated and handed out; x itself, unless a method averages or looks ahead."""

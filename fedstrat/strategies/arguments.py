@@ -40,4 +40,7 @@ class CommonArguments(Configured):
     update_dtype: Literal["model", "bfloat16", "float16"] = hyper(
         default="model", doc="numbers in which clients send y_i - x in place of y_i; model: y_i as it is"
     )
+    aggregation_device: str = hyper(
+        default="cpu", doc="where inner products of updates are worked out: cpu, cuda, cuda:N or auto"
+    )
     straggler_share: float = hyper(default=0.0, ge=0.0, le=1.0, doc="share of a cohort that runs fewer epochs")

@@ -7,7 +7,7 @@ import dataclasses
 import logging
 import uuid
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
@@ -15,9 +15,11 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricReco
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 
+from fedstrat.aggregation.device import products_on
 from fedstrat.aggregation.mean import aggregate_buffers, moved, normalised
 from fedstrat.errors import ConfigError, RunFailedError
 from fedstrat.flower import in_order
+from fedstrat.local.device import choose_device
 from fedstrat.metrics.fairness import Fairness, fairness
 from fedstrat.payloads import (
     Layout,
@@ -37,6 +39,8 @@ from fedstrat.strategies.rounds import Abilities, RoundLoop
 from fedstrat.strategies.state import Clients, Snapshot, pack_state, unpack_state
 
 logger = logging.getLogger("flwr")
+
+T = TypeVar("T")
 
 _MOST_NAMED = 10
 """Clients that an error names for one reason."""
@@ -70,6 +74,12 @@ class FedStrategy(ServerHalf[State, Up], Strategy):
         if self.fraction_evaluate == 0.0:
             self.min_evaluate_nodes = 0
             logger.warning("fraction_evaluate is set to 0.0. Federated evaluation will be skipped.")
+        self.products_device = choose_device(self.aggregation_device, "aggregation_device")
+        if self.products_device.type not in ("cpu", "cuda"):
+            raise ConfigError(
+                f"aggregation_device: expected 'auto', 'cpu', 'cuda' or 'cuda:N', but got '{self.aggregation_device}';"
+                " products are worked out in float64, which not every device has"
+            )
         self.reset()
 
     # --- what the plumbing remembers ----------------------------------------------------------------------
@@ -203,7 +213,7 @@ class FedStrategy(ServerHalf[State, Up], Strategy):
         with torch.no_grad():
             summands = taken.summands()
             try:
-                after = self.aggregate(before, summands)
+                after = self._on_device(server_round, lambda: self.aggregate(before, summands))
             except (torch.linalg.LinAlgError, np.linalg.LinAlgError) as error:  # type: ignore[attr-defined]
                 why = f"an update may be too large (max_update_norm bounds them): {error}"
                 return self._no_step(server_round, f"the step can't be computed; {why}")
@@ -215,7 +225,7 @@ class FedStrategy(ServerHalf[State, Up], Strategy):
         if broken:
             return self._no_step(server_round, f"the step would make '{broken[0]}' NaN or infinite; it wasn't taken")
         if self.measures and self.wrapper is None and not self.streaming:  # a wrapper's noise doesn't cover these
-            numbers, self.layers = measured(self, before, updates)
+            numbers, self.layers = self._on_device(server_round, lambda: measured(self, before, updates))
             self.note(**numbers)
         self.moving |= {n for n, b in buffers.items() if not torch.equal(b, self.buffers[n])}
         self.state, self.buffers = after, buffers
@@ -228,6 +238,21 @@ class FedStrategy(ServerHalf[State, Up], Strategy):
         for counted in () if self.train_metrics_aggr_fn else intake.RECEIVED:
             metrics.pop(counted, None)
         return self.arrays, metrics
+
+    def _on_device(self, server_round: int, work: Callable[[], T]) -> T:
+        """Do pure work with its inner products on ``aggregation_device``; on the CPU where they fail there."""
+        if self.products_device.type != "cpu":
+            try:
+                with products_on(self.products_device):
+                    return work()
+            except RuntimeError as error:  # memory that clients took, a driver that went away; else it is raised below
+                logger.warning(
+                    "round %d: aggregation_device = '%s' failed, so this step is taken on the CPU: %s",
+                    server_round,
+                    self.aggregation_device,
+                    error,
+                )
+        return work()
 
     @property
     def _unchecked(self) -> frozenset[str]:

@@ -64,7 +64,7 @@ class Snapshot:
 
     _FREE = frozenset({
         "round_timeout", "connect_timeout", "min_replies", "max_failed_rounds", "fraction_evaluate",
-        "evaluate_in_train", "min_evaluate_nodes", "min_available_nodes",
+        "evaluate_in_train", "min_evaluate_nodes", "min_available_nodes", "aggregation_device",
     })  # fmt: skip
     """Settings that may change at a resume: they don't decide what is computed."""
 

@@ -297,6 +297,13 @@ MUTATIONS = [
         "all_replies_at_once or by_hand",
     ),
     Mutation(
+        "aggregation_device: a block is multiplied with what stayed on the CPU",
+        "fedstrat/aggregation/gram.py",
+        "products += rows @ rows.T",
+        "products += rows @ block.T",
+        "tests/strategies/test_aggregation_device.py",
+    ),
+    Mutation(
         "update_dtype: displacements taken off",
         "fedstrat/deltas.py",
         "copy=True).add_(b.to",

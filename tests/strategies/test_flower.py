@@ -210,7 +210,7 @@ def test_configs_hold_the_users_entries_and_the_round() -> None:
 
 OWN = {
     "seed", "trainable", "round_timeout", "connect_timeout", "min_replies", "max_failed_rounds", "max_update_norm",
-    "update_dtype",
+    "update_dtype", "aggregation_device",
 }  # fmt: skip
 
 
