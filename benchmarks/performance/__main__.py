@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import fedstrat
-from benchmarks.performance import clients, memory, server
+from benchmarks.performance import clients, memory, on_ray, server
 from benchmarks.performance.problems import quiet
 from benchmarks.performance.timing import Row
 
@@ -41,6 +41,7 @@ def rows(*, quick: bool, fluke: str | None) -> Iterator[Row]:
     yield from server.aggregation(quick=quick)
     yield from memory.memory(quick=quick)
     if not quick:
+        yield from on_ray.rows()
         yield from server.large()
 
 

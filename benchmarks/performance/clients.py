@@ -49,28 +49,40 @@ def steps() -> Iterator[Row]:
     yield Row("10 SAM steps, CNN, batches of 32", *pair, "20 plain steps", 1)
 
 
+def stock_train(x: torch.Tensor, y: torch.Tensor, msg: Message) -> Message:
+    """Answer a training message as Flower's quickstart does."""
+    model = build("mlp", input_shape=(1, 28, 28), num_classes=10, hidden=(200, 200))
+    model.load_state_dict(msg.content["arrays"].to_torch_state_dict())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    model.train()
+    total = 0.0
+    for xs, ys in DataLoader(TensorDataset(x, y), batch_size=20, shuffle=True):
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(model(xs), ys)
+        loss.backward()
+        optimizer.step()
+        total += loss.item()
+    metrics = MetricRecord({"num-examples": len(y), "train-loss": total})
+    return Message(RecordDict({"arrays": ArrayRecord(model.state_dict()), "metrics": metrics}), reply_to=msg)
+
+
 def stock_app(x: torch.Tensor, y: torch.Tensor) -> ClientApp:
-    """A ClientApp as Flower's quickstart has it."""
     stock = ClientApp()
 
     @stock.train()
     def train(msg: Message, context: Context) -> Message:
         del context
-        model = build("mlp", input_shape=(1, 28, 28), num_classes=10, hidden=(200, 200))
-        model.load_state_dict(msg.content["arrays"].to_torch_state_dict())
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-        model.train()
-        total = 0.0
-        for xs, ys in DataLoader(TensorDataset(x, y), batch_size=20, shuffle=True):
-            optimizer.zero_grad()
-            loss = nn.functional.cross_entropy(model(xs), ys)
-            loss.backward()
-            optimizer.step()
-            total += loss.item()
-        metrics = MetricRecord({"num-examples": len(y), "train-loss": total})
-        return Message(RecordDict({"arrays": ArrayRecord(model.state_dict()), "metrics": metrics}), reply_to=msg)
+        return stock_train(x, y, msg)
 
     return stock
+
+
+def one_step(folder: str, clients: int) -> config.RunConfig:
+    """FedAvg with all clients; where 3000 clients share the data, each has one batch."""
+    return config.parse({
+        **MLP, "algorithm": "fedavg", "num-clients": clients, "fraction-train": 1.0, "dataset.name": "npz",
+        "dataset.dir": folder, "dataset.partition": "iid", "train.batch-size": 20,
+    })  # fmt: skip
 
 
 def calls(folder: str, *, quick: bool) -> Iterator[Row]:
@@ -79,12 +91,7 @@ def calls(folder: str, *, quick: bool) -> Iterator[Row]:
     The second row leaves out the step itself: a batch, forward, backward and SGD's step with a model at hand.
     """
     count = 20 if quick else 100
-    shared = {
-        **MLP, "algorithm": "fedavg", "num-clients": count, "fraction-train": 1.0,
-        "dataset.name": "npz", "dataset.dir": folder,
-        "dataset.partition": "iid", "train.batch-size": 20,
-    }  # fmt: skip
-    run = config.parse(shared)
+    run = one_step(folder, count)
     own = InProcessGrid(app, count, run_config={**run.flat, "num-clients": 3000})
     data = client_data({**run.flat, "num-clients": 3000}, {"partition-id": 0, "num-partitions": 3000}, seed=0).train
     stock = InProcessGrid(stock_app(data.x, data.y), count)
@@ -137,11 +144,14 @@ def scaffold(folder: str) -> dict[str, Any]:
 
 def whole_rounds(folder: str, *, quick: bool, fluke_ms: float | None) -> Iterator[Row]:
     """Rounds of runs in one process; the first round, which loads and imports, is left out."""
-    took = min(rounds(scaffold(folder), 3 if quick else 4)[1:]) * 1e3
-    name = "SCAFFOLD round, MNIST-shaped MLP, 100 of 1000 clients"
-    yield Row(name, took, bare(folder, 100), "its SGD steps alone")
-    if fluke_ms is not None:
-        yield Row(name, took, fluke_ms, "fluke", 2)
+    on_disk = scaffold(folder)
+    in_memory = {key: value for key, value in on_disk.items() if key != "state-dir"}
+    for where, settings in (("on disk", on_disk), ("in memory", in_memory)):
+        took = min(rounds(settings, 3 if quick else 4)[1:]) * 1e3
+        name = f"SCAFFOLD round, MNIST-shaped MLP, 100 of 1000 clients, c_i {where}"
+        yield Row(name, took, bare(folder, 100), "its SGD steps alone")
+        if fluke_ms is not None:
+            yield Row(name, took, fluke_ms, "fluke, c_i in memory", 2)
     craft, fedavg = (min(rounds({"algorithm": name}, 4)[1:]) * 1e3 for name in ("craft", "fedavg"))
     yield Row("CRAFT round, digits, 10 of 50 train, 50 evaluate", craft, fedavg, "FedAvg round")
 

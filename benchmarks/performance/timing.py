@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ class Row:
 
     Attributes:
         name: What was measured.
-        ours: CPU milliseconds, or megabytes.
+        ours: CPU milliseconds (on Ray: wall), or megabytes.
         theirs: The same of the side that it is compared with.
         against: What that side is.
         goal: Smallest ``theirs / ours`` that was aimed at; None where nothing was.
@@ -59,10 +60,18 @@ def in_turns(sides: Sequence[Callable[[], Any]], repeats: int, *, warm: bool = T
     return [min(took) for took in zip(*turns, strict=True)]
 
 
-def apart(module: str, *arguments: str) -> str:
-    """Run a module of this suite in a process of its own and return what it prints last."""
+def apart(module: str, *arguments: str, seconds: float | None = None) -> str:
+    """Run a module of this suite in a process of its own and return what it prints last.
+
+    Raises:
+        subprocess.TimeoutExpired: It took longer than ``seconds``, and was ended.
+    """
     command = [sys.executable, "-m", module, *arguments]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr[-2000:]}")
-    return done.stdout.strip().splitlines()[-1]
+    # Files, since a pipe stays open as long as any process that its child started.
+    with tempfile.TemporaryFile("w+") as printed, tempfile.TemporaryFile("w+") as wrong:
+        done = subprocess.run(command, cwd=ROOT, stdout=printed, stderr=wrong, check=False, timeout=seconds)
+        printed.seek(0)
+        wrong.seek(0)
+        if done.returncode:
+            raise RuntimeError(f"{' '.join(command)} failed:\n{wrong.read()[-2000:]}")
+        return printed.read().strip().splitlines()[-1]
