@@ -18,7 +18,7 @@ from typing import Literal
 
 import torch
 
-from fedstrat.aggregation.conflict import BLOCK_COLUMNS
+from fedstrat.aggregation.conflict import block_columns
 from fedstrat.aggregation.device import lent, zeros
 
 Tensors = Mapping[str, torch.Tensor]
@@ -206,7 +206,7 @@ def gram(
         content: Whether values are ``w_j - x_j`` or ``w_j``.
     """
     products = zeros(len(sent), len(sent))
-    chunk = max(1, BLOCK_COLUMNS // x.shape[1])
+    chunk = max(1, block_columns(len(sent)) // x.shape[1])
     for start in range(0, len(x), chunk):
         at = x[start : start + chunk].to(torch.float64)
         block = torch.zeros(len(sent), *at.shape, dtype=torch.float64)

@@ -66,7 +66,6 @@ def test_what_is_multiplied_elsewhere_gives_the_same_run(
     """FedCSPACK and SCAFFOLD multiply for the diagnostics alone."""
     if blocked:  # float32 blocks of some columns, as of a large model
         monkeypatch.setattr(conflict, "BLOCK_COLUMNS", 5)
-        monkeypatch.setattr(packs, "BLOCK_COLUMNS", 5)
         monkeypatch.setattr(gram, "EXACT_NUMBERS", 0)
     here = run(algorithm)
     operations = request.getfixturevalue("elsewhere")
