@@ -1,7 +1,7 @@
 """CRAFT's curve beside the one that its authors published: ``python -m benchmarks.parity LABEL=FOLDER ...``.
 
-Each folder is a comparison that ``fedstrat compare recipes/craft-parity-small.toml`` made. Writes the curves to
-``benchmarks/results/craft-parity.csv`` and the picture to ``craft-parity.png`` beside it.
+Each folder is a comparison of one run, such as ``fedstrat compare recipes/craft-parity-small.toml`` makes. Adds the
+curves to those in ``benchmarks/results/craft-parity.csv``, and draws ``craft-parity.png`` beside it.
 """
 
 import argparse
@@ -34,6 +34,17 @@ def measured(folder: Path) -> Curve:
     return [(line["round"], line["mean"], line["loss"]) for line in lines if line["mean"] is not None]
 
 
+def kept() -> dict[str, Curve]:
+    """The curves of earlier calls."""
+    curves: dict[str, Curve] = {}
+    if (path := RESULTS / "craft-parity.csv").exists():
+        with path.open(newline="", encoding="utf-8") as file:
+            for row in csv.DictReader(file):
+                point = int(row["round"]), float(row["mean"]), float(row["loss"])
+                curves.setdefault(row["curve"], []).append(point)
+    return curves
+
+
 def draw(curves: dict[str, Curve]) -> Figure:
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
@@ -49,7 +60,7 @@ def draw(curves: dict[str, Curve]) -> Figure:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", metavar="LABEL=FOLDER")
-    curves = {"published": published()}
+    curves = {**kept(), "published": published()}
     for run in parser.parse_args().runs:
         label, _, folder = run.partition("=")
         curves[label] = measured(Path(folder))
