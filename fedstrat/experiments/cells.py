@@ -19,7 +19,7 @@ from fedstrat.runs.overrides import Scalar
 
 _ELSEWHERE = frozenset({
     "results-dir", "state-dir", "resume", "checkpoint-every", "round-timeout", "connect-timeout", "diagnostics",
-    "tensorboard", "wandb-project", "dataset.dir", "train.device", "train.threads",
+    "tensorboard", "wandb-project", "dataset.dir", "train.device", "train.threads", "aggregation-device",
 })  # fmt: skip
 """Keys that say where and how a run is made, not what it computes."""
 

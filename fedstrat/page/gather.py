@@ -16,7 +16,7 @@ from fedstrat.runs.keys import algorithms
 
 IGNORED = frozenset({
     "seed", "results-dir", "state-dir", "resume", "checkpoint-every", "diagnostics", "tensorboard", "wandb-project",
-    "train.device", "train.threads", "dataset.dir", "connect-timeout", "round-timeout",
+    "train.device", "train.threads", "aggregation-device", "dataset.dir", "connect-timeout", "round-timeout",
 })  # fmt: skip
 """Keys of the run config in which the runs of a group may differ: they don't say what is computed."""
 

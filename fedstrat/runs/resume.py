@@ -16,7 +16,7 @@ FREE = frozenset({
     "num-server-rounds", "evaluate-every", "evaluate-in-train", "fraction-evaluate", "results-dir", "state-dir",
     "resume", "checkpoint-every", "round-timeout", "connect-timeout", "min-replies", "max-failed-rounds",
     "target-accuracy", "patience", "diagnostics", "tensorboard", "wandb-project", "dataset.dir", "train.device",
-    "train.threads",
+    "train.threads", "aggregation-device",
 })  # fmt: skip
 """Keys of the run config that may change at a resume: they don't decide what is computed, but for the last bits."""
 
@@ -105,6 +105,7 @@ def close_folder(folder: Path, status: Literal["failed", "interrupted"], error: 
             snapshot = CheckpointFolder(folder / "checkpoints").latest()
             known = config.keys()
             flat = {key: value for key, value in recorded.config["run_config"].items() if key in known}
+            flat["aggregation-device"] = "cpu"  # nothing is worked out, and the device may be what ended the run
             sha256 = run.save_model(decode(config.parse(flat).strategy().restore(snapshot), "model"))
         except FedstratError as problem:
             logger.debug("no model is saved: %s", problem)

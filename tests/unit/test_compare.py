@@ -143,7 +143,7 @@ def test_identity_is_that_of_what_is_computed() -> None:
     flat = dict(config.parse({"algorithm": "ditto", "ditto.aggregator": "craft"}).flat)
     same = {
         "results-dir": "x", "resume": "y", "train.threads": 4, "dataset.dir": "/d", "train.device": "cuda",
-        "fedavgm.momentum": 0.1, "checkpoint-every": 9, "diagnostics": "off",
+        "aggregation-device": "cuda", "fedavgm.momentum": 0.1, "checkpoint-every": 9, "diagnostics": "off",
     }  # fmt: skip
     other = {"ditto.lam": 0.5, "craft.rtol": 0.5, "num-server-rounds": 31, "evaluate-every": 2, "seed": 5}
     assert {identity({**flat, key: value}) for key, value in same.items()} == {identity(flat)}

@@ -245,7 +245,8 @@ def test_of_repeated_runs_of_one_seed_the_newest_complete_one_counts(tmp_path: P
     for name, day, level, end in (
         ("z", 1, 0.1, True), ("b", 3, 0.5, True), ("a", 2, 0.2, True), ("c", 4, 0.3, False),
     ):  # fmt: skip
-        run = make_run(tmp_path / name, level=level, end=end, **{"train.device": "cpu" if day == 1 else "auto"})
+        device = "cpu" if day == 1 else "auto"
+        run = make_run(tmp_path / name, level=level, end=end, **{"train.device": device, "aggregation-device": device})
         contents = json.loads((run / "config.json").read_text())
         (run / "config.json").write_text(json.dumps({**contents, "started": f"2026-11-0{day}T00:00:00+00:00"}))
     make_run(tmp_path / "other", seed=2, level=0.5)

@@ -9,6 +9,7 @@ from safetensors.torch import load_file
 
 from fedstrat.errors import ConfigError, StateError
 from fedstrat.models import trainable_names
+from fedstrat.naming import kebab
 from fedstrat.payloads import decode, to_arrays
 from fedstrat.runs import config, launch, resume
 from fedstrat.runs.checkpoint import CheckpointFolder
@@ -16,6 +17,7 @@ from fedstrat.runs.history import RunFolder, load
 from fedstrat.runs.inprocess import Engine
 from fedstrat.runs.model import build_model
 from fedstrat.runs.relay import Relay
+from fedstrat.strategies.state import Snapshot
 from tests.unit.asked import Asked
 from tests.unit.test_history import report
 
@@ -97,6 +99,11 @@ def test_what_decides_nothing_may_change():
     resume.check_unchanged({"algorithm": "craft"}, DEFAULTS)  # a key that this version has and that one had not
 
 
+def test_what_a_strategy_lets_change_the_run_does_too():
+    free = {kebab(name) for name in Snapshot._FREE}
+    assert free & DEFAULTS.keys() <= resume.FREE
+
+
 def test_keys_of_the_algorithm_within_count():
     ditto = {**DEFAULTS, "algorithm": "ditto", "ditto.aggregator": "fedavgm"}
     resume.check_unchanged(ditto, {**ditto, "scaffold.server-lr": 0.5})
@@ -152,6 +159,16 @@ def test_a_killed_run_gets_its_summary_and_the_last_good_model(tmp_path, algorit
     # The run can still be resumed.
     assert CheckpointFolder(tmp_path / "checkpoints").latest().round == 2
     RunFolder(tmp_path, load(tmp_path).config["run_config"], resume=True)
+
+
+def test_a_run_whose_gpu_is_gone_gets_its_model_too(tmp_path):
+    _, model = killed_run(tmp_path)
+    recorded = json.loads((tmp_path / "config.json").read_text())
+    recorded["run_config"]["aggregation-device"] = "cuda:99"
+    (tmp_path / "config.json").write_text(json.dumps(recorded))
+    resume.close_folder(tmp_path, "failed", "ended by SIGKILL")
+    saved = load_file(tmp_path / "model.safetensors")
+    assert all(torch.equal(saved[name], model[name]) for name in model)
 
 
 def test_a_run_that_told_its_own_end_is_left_alone(tmp_path):
