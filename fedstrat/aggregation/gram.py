@@ -23,6 +23,7 @@ _SUMMED = 16
 """Rows that are combined at a time, in float32 where that pays; sums of these go to float64."""
 EXACT_NUMBERS = 1 << 18
 """With at most so many numbers float64 costs nothing worth saving."""
+_SMALLEST, _LARGEST = 1e-20, 1e20
 
 
 @dataclass(frozen=True)
@@ -47,13 +48,15 @@ class Displacements:
 
         Args:
             names: The parameters.
-            single: Whether blocks may be multiplied in float32; see :meth:`blocks`.
+            single: Whether blocks may be multiplied in float32, where that neither over- nor underflows; see
+                :meth:`blocks`.
         """
         products = zeros(len(self), len(self))
         for _, block in self.blocks(names, single=single):
             rows = lent(block)
             products += rows @ rows.T
-        return products.cpu()
+        found = products.cpu()
+        return self.gram(names) if single and self.may_be_single(names) and not in_range(found) else found
 
     def combined(
         self, coefficients: torch.Tensor, names: Sequence[str] | None = None, *, single: bool = False
@@ -208,6 +211,12 @@ def last_digit_of(params: Tensors, names: Sequence[str]) -> float:
     """Length of what rounding to the parameters' own dtypes changes at most, ``(eps / 2) |x|``."""
     halves = [torch.finfo(params[n].dtype).eps / 2.0 * float(params[n].double().norm()) for n in names]
     return math.hypot(*halves)
+
+
+def in_range(gram: torch.Tensor) -> bool:
+    """Tell whether no float32 product under- or overflowed in these inner products."""
+    squares = gram.diagonal()
+    return bool(((squares > _SMALLEST) & (squares < _LARGEST)).all())
 
 
 def has_direction(lengths: torch.Tensor, smallest: float) -> torch.Tensor:

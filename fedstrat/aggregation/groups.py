@@ -5,11 +5,10 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from fedstrat.aggregation.conflict import Products, Solution, combine, products
-from fedstrat.aggregation.gram import Displacements, Piece, flat, put, rounding_of, take
+from fedstrat.aggregation.gram import Displacements, Piece, flat, in_range, put, rounding_of, take
 
 Tensors = Mapping[str, torch.Tensor]
 
-_SMALLEST, _LARGEST = 1e-20, 1e20
 _MOST_SENSITIVE = 300.0
 
 
@@ -99,7 +98,7 @@ def group_direction(
         return products(((block, reference(piece, block.shape[1])) for piece, block in blocks), len(clients))
 
     found = inner()
-    if single and not _in_range(found):
+    if single and not (in_range(found.deltas) and torch.isfinite(found.reference).all()):
         single = False
         found = inner()
     solution = solve(found)
@@ -110,9 +109,3 @@ def group_direction(
     for piece, _, total in rows.sums(solution.deltas, names, single=single):
         put(direction, piece, combine(solution, total.double(), reference(piece, len(total))))
     return solution, {name: vector.view(params[name].shape) for name, vector in direction.items()}
-
-
-def _in_range(inner: Products) -> bool:
-    """Whether no float32 product under- or overflowed."""
-    squares = inner.deltas.diagonal()
-    return bool(((squares > _SMALLEST) & (squares < _LARGEST)).all() and torch.isfinite(inner.reference).all())

@@ -14,8 +14,10 @@ from fedstrat.aggregation.diagnostics import agreement, drift, whole
 from fedstrat.aggregation.packs import from_packs, gram, to_packs
 from fedstrat.local.sharpness import RHO, sharpness
 from fedstrat.models import trainable_names
+from fedstrat.payloads import NOTHING, Update
 from fedstrat.simulation import InProcessGrid
 from fedstrat.strategies import ALGORITHMS, measure
+from fedstrat.strategies.state import ServerState
 from tests.strategies import small
 
 
@@ -72,6 +74,27 @@ def test_packs_are_multiplied_as_dense_updates_would_be(content: Any) -> None:
         dense.append(torch.cat([part.flatten() for part in from_packs(delta, like).values()]).double())
     stacked = torch.stack(dense)
     torch.testing.assert_close(gram(x, sent, content=content), stacked @ stacked.T, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("scale", [1e-25, 1e-12, 1.0, 1e19, 1e25])
+def test_large_models_are_multiplied_in_float32_where_that_loses_no_number(
+    scale: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An update that runs away is what these numbers are for; its squares are beyond float32."""
+    monkeypatch.setattr("fedstrat.aggregation.gram.EXACT_NUMBERS", 0)
+    d = torch.tensor(rows(5, 400), dtype=torch.float32)
+    d[:3] *= scale
+    x = {"w": torch.zeros(400)}
+    strategy = fedstrat.FedAvg()
+    told: Any = {"client": "0", "num_examples": 1, "num_steps": 1, "lr_sum": 0.1, "extra": NOTHING}
+    updates = [Update(**told, params={"w": row}) for row in d]
+    (found,) = strategy.grams(ServerState(params=x), updates).values()
+    exact = d.double() @ d.double().T
+    lengths = exact.diagonal().sqrt()
+    cosines, expected = (g / lengths[:, None] / lengths for g in (found, exact))
+    torch.testing.assert_close(cosines, expected, rtol=1e-5, atol=1e-6)
+    assert drift(found) == pytest.approx(drift(exact), rel=1e-6)
+    assert agreement(found) == pytest.approx(agreement(exact), rel=1e-4, abs=1e-6)
 
 
 def test_sharpness_is_the_rise_of_the_loss_one_step_up_the_slope() -> None:
