@@ -7,6 +7,7 @@ import dataclasses
 import logging
 import uuid
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any, TypeVar, cast
 
 import numpy as np
@@ -213,7 +214,7 @@ class FedStrategy(ServerHalf[State, Up], Strategy):
         with torch.no_grad():
             summands = taken.summands()
             try:
-                after = self._on_device(server_round, lambda: self.aggregate(before, summands))
+                after = self._on_device(server_round, "the step", lambda: self.aggregate(before, summands))
             except (torch.linalg.LinAlgError, np.linalg.LinAlgError) as error:  # type: ignore[attr-defined]
                 why = f"an update may be too large (max_update_norm bounds them): {error}"
                 return self._no_step(server_round, f"the step can't be computed; {why}")
@@ -225,7 +226,8 @@ class FedStrategy(ServerHalf[State, Up], Strategy):
         if broken:
             return self._no_step(server_round, f"the step would make '{broken[0]}' NaN or infinite; it wasn't taken")
         if self.measures and self.wrapper is None and not self.streaming:  # a wrapper's noise doesn't cover these
-            numbers, self.layers = self._on_device(server_round, lambda: measured(self, before, updates))
+            look = partial(measured, self, before, updates)
+            numbers, self.layers = self._on_device(server_round, "the diagnostics", look)
             self.note(**numbers)
         self.moving |= {n for n, b in buffers.items() if not torch.equal(b, self.buffers[n])}
         self.state, self.buffers = after, buffers
@@ -239,20 +241,30 @@ class FedStrategy(ServerHalf[State, Up], Strategy):
             metrics.pop(counted, None)
         return self.arrays, metrics
 
-    def _on_device(self, server_round: int, work: Callable[[], T]) -> T:
-        """Do pure work with its inner products on ``aggregation_device``; on the CPU where they fail there."""
-        if self.products_device.type != "cpu":
-            try:
-                with products_on(self.products_device):
-                    return work()
-            except RuntimeError as error:  # memory that clients took, a driver that went away; else it is raised below
-                logger.warning(
-                    "round %d: aggregation_device = '%s' failed, so this step is taken on the CPU: %s",
-                    server_round,
-                    self.aggregation_device,
-                    error,
-                )
-        return work()
+    def _on_device(self, server_round: int, part: str, work: Callable[[], T]) -> T:
+        """Do pure work with its inner products on ``aggregation_device``; on the CPU where they fail there.
+
+        Args:
+            server_round: The round.
+            part: What the work is, for the log.
+            work: It.
+        """
+        if self.products_device.type == "cpu":
+            return work()
+        try:
+            with products_on(self.products_device):
+                return work()
+        except RuntimeError as error:  # memory that clients took, a driver that went away; or the work's own
+            why = str(error)
+        done = work()  # raises what isn't the device's fault
+        logger.warning(
+            "round %d: aggregation_device = '%s' failed, so the CPU worked out %s: %s",
+            server_round,
+            self.aggregation_device,
+            part,
+            why,
+        )
+        return done
 
     @property
     def _unchecked(self) -> frozenset[str]:

@@ -10,7 +10,7 @@ import torch
 
 from fedstrat.aggregation import conflict, device, gram, packs
 from fedstrat.aggregation.conflict import craft_direction
-from fedstrat.errors import ConfigError
+from fedstrat.errors import ConfigError, RunFailedError
 from fedstrat.runs import config
 from fedstrat.runs.checkpoint import CheckpointFolder
 from fedstrat.strategies import ALGORITHMS
@@ -94,11 +94,31 @@ def test_a_device_that_fails_costs_no_round(monkeypatch: pytest.MonkeyPatch, cap
         monkeypatch.setattr(module, "lent", full)
     with caplog.at_level(logging.WARNING, "flwr"):
         done = run("craft", aggregation_device="cuda:7")
-    assert "round 2: aggregation_device = 'cuda:7' failed, so this step is taken on the CPU: CUDA out" in caplog.text
+    told = [f"so the CPU worked out {part}: CUDA out of memory" for part in ("the step", "the diagnostics")] * 3
+    lines = [line for line in caplog.messages if "aggregation_device = 'cuda:7' failed" in line]
+    assert [line.partition("failed, ")[2] for line in lines] == told
+    assert lines[2].startswith("round 2: ")
     monkeypatch.undo()
     for one, other in zip(run("craft").models, done.models, strict=True):
         assert bits(other) == bits(one)
     assert [r.trained for r in done.reports] == [small.CLIENTS] * 3
+
+
+@pytest.mark.parametrize("error", [torch.linalg.LinAlgError, RuntimeError])
+def test_a_step_that_fails_on_every_device_is_not_the_devices_fault(
+    error: type[Exception], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("fedstrat.strategies.base.choose_device", lambda name, key: torch.device("cuda:7"))
+
+    def fail(*args: Any) -> Any:
+        raise error("its own")
+
+    monkeypatch.setattr(ALGORITHMS["craft"].strategy, "aggregate", fail)
+    raised = RunFailedError if error is torch.linalg.LinAlgError else RuntimeError
+    with caplog.at_level(logging.WARNING, "flwr"), pytest.raises(raised):
+        run("craft", aggregation_device="cuda:7")
+    assert "aggregation_device" not in caplog.text
+    assert caplog.text.count("the step can't be computed") == (3 if raised is RunFailedError else 0)
 
 
 @pytest.mark.parametrize(
