@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from fedstrat.aggregation import conflict, device, gram, packs
 from fedstrat.aggregation.conflict import craft_direction
@@ -78,6 +80,27 @@ def test_what_is_multiplied_elsewhere_gives_the_same_run(
         assert "conflict-rate" in one.diagnostics
         assert other.diagnostics == pytest.approx(one.diagnostics, rel=1e-4, abs=1e-6)
         assert other.layers.keys() == one.layers.keys()
+
+
+@pytest.mark.parametrize("single", [False, True])
+def test_only_products_are_on_the_device(single: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors without numbers: torch checks devices, dtypes and shapes of a GPU that needn't be there."""
+    monkeypatch.setattr(gram, "EXACT_NUMBERS", 0)
+    monkeypatch.setattr(gram, "in_range", lambda found: True)
+    monkeypatch.setattr(conflict, "float", lambda number: 1.0, raising=False)
+    shapes = ShapeEnv(allow_scalar_outputs=True, allow_dynamic_output_shape_ops=True)
+    with FakeTensorMode(shape_env=shapes), device.products_on(torch.device("cuda")):
+        x, *ys = ({"w": torch.ones(6, 4), "b": torch.ones(3)} for _ in range(4))
+        rows = gram.Displacements(x, ys)
+        blocks = [(block, torch.ones(block.shape[1])) for _, block in rows.blocks(single=single)]
+        assert device.lent(blocks[0][0]).device.type == device.zeros(3, 3).device.type == "cuda"
+        assert device.lent(blocks[0][0]).dtype == torch.float64
+        inner = conflict.products(blocks, 3)
+        sent = [(torch.tensor([0, 2]), torch.ones(2), torch.ones(2, 4))] * 3
+        found = [rows.gram(single=single), inner.deltas, packs.gram(packs.to_packs(x, 4), sent, content="delta")]
+        for products in found:
+            assert (products.device.type, products.dtype, products.shape) == ("cpu", torch.float64, (3, 3))
+        assert inner.reference.device.type == "cpu"
 
 
 def test_a_device_that_fails_costs_no_round(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
