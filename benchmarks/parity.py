@@ -53,7 +53,7 @@ def draw(curves: dict[str, Curve]) -> Figure:
         axes.plot([point[0] for point in curve], [point[1] for point in curve], style, label=label)
     axes.set(xlabel="round", ylabel="mean test accuracy over clients", ylim=(0, 1), xlim=(0, None))
     axes.grid(alpha=0.3)
-    axes.legend()
+    axes.legend(loc="lower right", ncols=2)
     return figure
 
 
