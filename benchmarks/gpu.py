@@ -4,7 +4,8 @@ Three questions, each against the CPU of the same machine:
 
 * Is it right? One federated round per method from the same seeds on both; the models may differ by float32's rounding.
 * How fast are local steps? Plain and sharpness-aware steps of a ResNet-20, in float32, bf16 and channels-last.
-* What does the server's step cost? CRAFT and FedAvg on a ResNet-20 with 100 replies, which stays on the CPU.
+* What does the server's step cost? CRAFT and FedAvg on a ResNet-20 with 100 replies on the CPU, and CRAFT with its
+  products on the GPU.
 
 Written on a machine without CUDA and never run on a GPU yet.
 """

@@ -104,12 +104,13 @@ def gpu_memory() -> list[int]:
         return []
 
 
-def choose_gpus(device: str, gpu_bytes: Sequence[int]) -> tuple[list[int], str]:
-    """Which of the visible GPUs the value of ``train.device`` asks for.
+def choose_gpus(device: str, gpu_bytes: Sequence[int], key: str = "train.device") -> tuple[list[int], str]:
+    """Which of the visible GPUs the value of a key asks for.
 
     Args:
         device: ``auto``, ``cpu``, ``mps``, ``cuda`` or ``cuda:N``.
         gpu_bytes: Memory of each GPU, as ``gpu_memory`` gives it.
+        key: The key.
 
     Returns:
         Indices of the GPUs to use, and a warning; either may be empty.
@@ -130,8 +131,8 @@ def choose_gpus(device: str, gpu_bytes: Sequence[int]) -> tuple[list[int], str]:
     index = int(device.partition(":")[2] or 0)
     if index >= len(gpu_bytes):
         raise ConfigError(
-            f"train.device={device}: expected a CUDA device, but {here}; "
-            "set train.device to cpu, or to auto to take CUDA only where it is"
+            f"{key}={device}: expected a CUDA device, but {here}; "
+            f"set {key} to cpu, or to auto to take CUDA only where it is"
         )
     return [index] if ":" in device else list(range(len(gpu_bytes))), ""
 

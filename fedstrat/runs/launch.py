@@ -227,7 +227,9 @@ def _share_machine(plan: _Plan, ray_address: str = "") -> tuple[dict[str, str], 
     config = plan.config
     if config.num_clients < 1:
         raise ConfigError("num-clients=0: expected 1 or more, because a local simulation makes the clients")
-    device = config.train.device
+    device, server = config.train.device, config.aggregation_device
+    if server.startswith("cuda"):
+        capacity.choose_gpus(server, capacity.gpu_memory(), "aggregation-device")
     if ray_address:
         share = cluster.plan(cluster.nodes(ray_address), device)
         if device == "auto":
@@ -238,6 +240,12 @@ def _share_machine(plan: _Plan, ray_address: str = "") -> tuple[dict[str, str], 
     environment = dict(os.environ)
     if gpus:
         environment["CUDA_VISIBLE_DEVICES"] = capacity.visible_devices(gpus, os.environ)
+        if ":" in device and server.startswith("cuda"):
+            if server not in ("cuda", device):
+                raise ConfigError(
+                    f"aggregation-device={server}: with train.device={device} a simulation sees that GPU alone"
+                )
+            plan.given["aggregation-device"] = "cuda"
     if device == "auto" or gpus:
         plan.given["train.device"] = "cuda" if gpus else "cpu"  # nobody chooses, or warns, a second time
     if warning:

@@ -46,14 +46,16 @@ def check_resumable(folder: Path) -> None:
 
 
 def recorded_settings(folder: Path) -> dict[str, Scalar]:
-    """The run config of the run that ``folder`` holds, without the places that it wrote to; empty where none is.
+    """The run config of the run that ``folder`` holds, as it last went on, without the places that it wrote to.
 
-    A resumed run takes these where the user gives no others, so that naming the folder is enough.
+    A resumed run takes these where the user gives no others, so that naming the folder is enough. Empty where there is
+    no run.
     """
     from fedstrat.runs.history import load  # noqa: PLC0415  (tests of the launcher need no folder)
 
     try:
-        before: dict[str, Scalar] = load(folder).config["run_config"]
+        recorded = load(folder).config
+        before: dict[str, Scalar] = [recorded, *recorded.get("resumed", [])][-1]["run_config"]
     except (FedstratError, OSError, KeyError, TypeError):
         return {}  # the ServerApp says what is wrong
     written = Path(str(before.get("results-dir", ""))) / "state"

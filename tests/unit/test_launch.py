@@ -353,6 +353,7 @@ def plan(**values):
         "results-dir": "",
         "num-clients": 4,
         "train.device": "cpu",
+        "aggregation-device": "cpu",
     }
     flat |= {key.replace("__", ".").replace("_", "-"): value for key, value in values.items()}
     config = SimpleNamespace(
@@ -360,6 +361,7 @@ def plan(**values):
         dataset=SimpleNamespace(name="digits"),
         train=SimpleNamespace(device=flat["train.device"]),
         num_clients=flat["num-clients"],
+        aggregation_device=flat["aggregation-device"],
         resume=flat["resume"],
         results_dir=flat["results-dir"],
         flat=flat,
@@ -410,6 +412,23 @@ def test_a_simulation_settles_the_device_once(monkeypatch, capsys):
     assert environment["CUDA_VISIBLE_DEVICES"] == "4"
     assert share.gpus == 1
     assert capsys.readouterr().err == ""
+
+
+def test_the_servers_gpu_must_be_there_and_be_seen(monkeypatch):
+    monkeypatch.setattr(capacity, "gpu_memory", list)
+    with pytest.raises(ConfigError, match="aggregation-device=cuda: expected a CUDA device, but PyTorch finds no"):
+        launch._share_machine(plan(train__device="cpu", aggregation_device="cuda"))
+    monkeypatch.setattr(capacity, "gpu_memory", lambda: [80 * 10**9] * 2)
+    request = plan(train__device="cpu", aggregation_device="cuda:1")
+    assert "CUDA_VISIBLE_DEVICES" not in launch._share_machine(request)[0]
+    assert "aggregation-device" not in request.given
+    request = plan(train__device="cuda:1", aggregation_device="cuda:1")
+    launch._share_machine(request)
+    assert request.given["aggregation-device"] == "cuda"
+    with pytest.raises(
+        ConfigError, match=r"aggregation-device=cuda:0: with train.device=cuda:1 a simulation sees that"
+    ):
+        launch._share_machine(plan(train__device="cuda:1", aggregation_device="cuda:0"))
 
 
 def test_a_simulation_needs_clients():

@@ -68,6 +68,17 @@ def test_a_folder_without_a_run_is_refused_before_anything_starts(tmp_path, engi
         launch.launch(launch.RunRequest(pairs=[f"resume={tmp_path}"], app=ROOT, engine=engine))
 
 
+def test_a_run_that_was_made_longer_stays_so(tmp_path):
+    """What a resume changed holds at the next one, too."""
+    folder = tmp_path / "run"
+    settings = {**DEFAULTS, "num-server-rounds": 3, "results-dir": str(folder)}
+    RunFolder(folder, settings)
+    RunFolder(folder, {**settings, "num-server-rounds": 2000, "resume": str(folder), "patience": 9}, resume=True)
+    went_on = resume.recorded_settings(folder)
+    assert (went_on["num-server-rounds"], went_on["patience"]) == (2000, 9)
+    assert not {"results-dir", "resume"} & set(went_on)
+
+
 def test_state_that_lies_elsewhere_stays_there(tmp_path):
     RunFolder(tmp_path / "run", {**DEFAULTS, "results-dir": str(tmp_path / "run"), "state-dir": "/volume/state"})
     settings = resume.recorded_settings(tmp_path / "run")
