@@ -127,7 +127,7 @@ def check_request(labels: NDArray[np.generic], num_clients: int, min_size: int) 
         raise DataError(
             f"{num_clients} clients with at least {min_size} samples each (dataset.min-size) need"
             f" {num_clients * min_size} samples, but the data set has {len(labels)}; use at most"
-            f" {len(labels) // min_size} clients or a dataset.min-size of at most"
+            f" {len(labels) // min_size} clients or, unless the partition fixes it, a dataset.min-size of at most"
             f" {len(labels) // num_clients}"
         )
 
