@@ -14,14 +14,8 @@ from fedstrat.errors import ConfigError
 from fedstrat.experiments.recipe import Method, Recipe, Setting
 from fedstrat.experiments.selection import SCORES, Outcome, Reached
 from fedstrat.runs import config, history
-from fedstrat.runs.keys import algorithms
+from fedstrat.runs.keys import ELSEWHERE, algorithms
 from fedstrat.runs.overrides import Scalar
-
-_ELSEWHERE = frozenset({
-    "results-dir", "state-dir", "resume", "checkpoint-every", "round-timeout", "connect-timeout", "diagnostics",
-    "tensorboard", "wandb-project", "dataset.dir", "train.device", "train.threads", "aggregation-device",
-})  # fmt: skip
-"""Keys that say where and how a run is made, not what it computes."""
 
 Standing = Literal["new", "completed", "failed", "interrupted"]
 
@@ -80,7 +74,7 @@ def identity(flat: Mapping[str, Scalar]) -> str:
     """
     used = {flat["algorithm"], flat.get(f"{flat['algorithm']}.aggregator")}
     unused = tuple(f"{name}." for name in algorithms() if name not in used)
-    own = {key: value for key, value in flat.items() if key not in _ELSEWHERE and not key.startswith(unused)}
+    own = {key: value for key, value in flat.items() if key not in ELSEWHERE and not key.startswith(unused)}
     return hashlib.sha256(json.dumps(own, sort_keys=True).encode()).hexdigest()[:8]
 
 

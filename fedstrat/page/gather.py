@@ -12,12 +12,9 @@ from fedstrat.page.comparison import read as read_comparison
 from fedstrat.runs.follow import LOG_NAME
 from fedstrat.runs.goals import Goals
 from fedstrat.runs.history import Recorded, load
-from fedstrat.runs.keys import algorithms
+from fedstrat.runs.keys import ELSEWHERE, algorithms
 
-IGNORED = frozenset({
-    "seed", "results-dir", "state-dir", "resume", "checkpoint-every", "diagnostics", "tensorboard", "wandb-project",
-    "train.device", "train.threads", "aggregation-device", "dataset.dir", "connect-timeout", "round-timeout",
-})  # fmt: skip
+IGNORED = ELSEWHERE | {"seed"}
 """Keys of the run config in which the runs of a group may differ: they don't say what is computed."""
 
 _MISSING = "–"

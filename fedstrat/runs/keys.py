@@ -13,6 +13,13 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 if TYPE_CHECKING:
     from fedstrat.strategies import Algorithm
 
+ELSEWHERE = frozenset({
+    "results-dir", "state-dir", "resume", "checkpoint-every", "round-timeout", "connect-timeout", "diagnostics",
+    "tensorboard", "wandb-project", "dataset.dir", "train.device", "train.threads", "aggregation-device",
+})  # fmt: skip
+"""Keys that say where and how a run is made, not what it computes: a resumed run may change them, and neither a
+comparison nor a report tells runs apart by them."""
+
 
 def algorithms() -> "Mapping[str, Algorithm]":
     """The table of algorithms by the names that the key ``algorithm`` takes."""

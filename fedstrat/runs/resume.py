@@ -6,18 +6,16 @@ from pathlib import Path
 from typing import Any, Literal
 
 from fedstrat.errors import ConfigError, FedstratError, StateError
-from fedstrat.runs.keys import algorithms
+from fedstrat.runs.keys import ELSEWHERE, algorithms
 
 logger = logging.getLogger("flwr")
 
 Scalar = bool | int | float | str
 
-FREE = frozenset({
-    "num-server-rounds", "evaluate-every", "evaluate-in-train", "fraction-evaluate", "results-dir", "state-dir",
-    "resume", "checkpoint-every", "round-timeout", "connect-timeout", "min-replies", "max-failed-rounds",
-    "target-accuracy", "patience", "diagnostics", "tensorboard", "wandb-project", "dataset.dir", "train.device",
-    "train.threads", "aggregation-device",
-})  # fmt: skip
+FREE = ELSEWHERE | {
+    "num-server-rounds", "evaluate-every", "evaluate-in-train", "fraction-evaluate", "min-replies", "max-failed-rounds",
+    "target-accuracy", "patience",
+}  # fmt: skip
 """Keys of the run config that may change at a resume: they don't decide what is computed, but for the last bits."""
 
 _PLACES = ("results-dir", "resume")
