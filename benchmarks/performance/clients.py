@@ -49,6 +49,15 @@ def steps() -> Iterator[Row]:
     yield Row("10 SAM steps, CNN, batches of 32", *pair, "20 plain steps", 1)
 
 
+def plain_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """Take a step of plain training, and nothing else; returns the loss."""
+    optimizer.zero_grad()
+    loss = nn.functional.cross_entropy(model(x), y)
+    loss.backward()
+    optimizer.step()
+    return loss
+
+
 def stock_train(x: torch.Tensor, y: torch.Tensor, msg: Message) -> Message:
     """Answer a training message as Flower's quickstart does."""
     model = build("mlp", input_shape=(1, 28, 28), num_classes=10, hidden=(200, 200))
@@ -57,11 +66,7 @@ def stock_train(x: torch.Tensor, y: torch.Tensor, msg: Message) -> Message:
     model.train()
     total = 0.0
     for xs, ys in DataLoader(TensorDataset(x, y), batch_size=20, shuffle=True):
-        optimizer.zero_grad()
-        loss = nn.functional.cross_entropy(model(xs), ys)
-        loss.backward()
-        optimizer.step()
-        total += loss.item()
+        total += plain_step(model, optimizer, xs, ys).item()
     metrics = MetricRecord({"num-examples": len(y), "train-loss": total})
     return Message(RecordDict({"arrays": ArrayRecord(model.state_dict()), "metrics": metrics}), reply_to=msg)
 
@@ -109,9 +114,7 @@ def calls(folder: str, *, quick: bool) -> Iterator[Row]:
     def steps_alone() -> None:
         for _ in range(count):
             for x, y in data:
-                optimizer.zero_grad()
-                nn.functional.cross_entropy(model(x), y).backward()
-                optimizer.step()
+                plain_step(model, optimizer, x, y)
 
     sides = functools.partial(through, own), functools.partial(through, stock), steps_alone
     ours, theirs, alone = (took / count for took in in_turns(sides, 5))
@@ -128,9 +131,7 @@ def bare(folder: str, clients: int) -> float:
     begun = time.process_time()
     for loader in batches:
         for x, y in loader:
-            optimizer.zero_grad()
-            nn.functional.cross_entropy(model(x), y).backward()
-            optimizer.step()
+            plain_step(model, optimizer, x, y)
     return (time.process_time() - begun) * 1e3
 
 

@@ -13,7 +13,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from statistics import median
 from typing import Any
 
@@ -25,7 +25,7 @@ from flwr.simulation import run_simulation
 from torch import nn
 
 import fedstrat
-from benchmarks.performance.clients import one_step, stock_train
+from benchmarks.performance.clients import one_step, plain_step, stock_train
 from benchmarks.performance.problems import images, quiet
 from benchmarks.performance.timing import Row, apart
 from client_app import app as own
@@ -41,6 +41,7 @@ SIDES = ("own", "stock", "step", "answer")
 def client_app(run_config: dict[str, Any]) -> ClientApp:
     """One app with a train action for every side, so that all of them run in the same Ray workers."""
     app = ClientApp()
+    settings = json.dumps(run_config)
 
     @app.train("own")
     def train(msg: Message, context: Context) -> Message:
@@ -51,11 +52,11 @@ def client_app(run_config: dict[str, Any]) -> ClientApp:
     @app.train("stock")
     def stock(msg: Message, context: Context) -> Message:
         del context
-        return stock_train(*examples(run_config), msg)
+        return stock_train(*examples(settings), msg)
 
     @app.train("step")
     def step(msg: Message, context: Context) -> Message:
-        at_hand(json.dumps(run_config))()
+        plain_step(*at_hand(settings), *examples(settings))
         return answer(msg, context)
 
     @app.train("answer")
@@ -72,29 +73,17 @@ def client_app(run_config: dict[str, Any]) -> ClientApp:
 
 
 @functools.cache
-def _examples(settings: str) -> tuple[Any, Any]:
+def examples(settings: str) -> tuple[Any, Any]:
+    """The first client's, loaded once per worker."""
     data = client_data(json.loads(settings), {"partition-id": 0, "num-partitions": 1}, seed=0).train
     return data.x, data.y
 
 
-def examples(run_config: dict[str, Any]) -> tuple[Any, Any]:
-    """The first client's, loaded once per worker."""
-    return _examples(json.dumps(run_config))
-
-
 @functools.cache
-def at_hand(settings: str) -> Callable[[], None]:
-    """One step of plain SGD, and nothing else."""
-    x, y = _examples(settings)
+def at_hand(settings: str) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A model and its optimizer, made once per worker."""
     model = build_model(json.loads(settings))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-
-    def take_it() -> None:
-        optimizer.zero_grad()
-        nn.functional.cross_entropy(model(x), y).backward()
-        optimizer.step()
-
-    return take_it
+    return model, torch.optim.SGD(model.parameters(), lr=0.05)
 
 
 def milliseconds(grid: Grid, sent: list[Message], side: str) -> float:

@@ -5,6 +5,7 @@ it again. The run succeeded if Flower calls it completed and at least one round 
 """
 
 import contextlib
+import functools
 import os
 import sys
 import tempfile
@@ -228,14 +229,15 @@ def _share_machine(plan: _Plan, ray_address: str = "") -> tuple[dict[str, str], 
     if config.num_clients < 1:
         raise ConfigError("num-clients=0: expected 1 or more, because a local simulation makes the clients")
     device, server = config.train.device, config.aggregation_device
+    gpu_memory = functools.cache(capacity.gpu_memory)  # it takes a process that imports torch
     if server.startswith("cuda"):
-        capacity.choose_gpus(server, capacity.gpu_memory(), "aggregation-device")
+        capacity.choose_gpus(server, gpu_memory(), "aggregation-device")
     if ray_address:
         share = cluster.plan(cluster.nodes(ray_address), device)
         if device == "auto":
             plan.given["train.device"] = "cuda" if share.gpu_share else "cpu"
         return dict(os.environ), share
-    gpu_bytes = capacity.gpu_memory() if device == "auto" or device.startswith("cuda") else []
+    gpu_bytes = gpu_memory() if device == "auto" or device.startswith("cuda") else []
     gpus, warning = capacity.choose_gpus(device, gpu_bytes)
     environment = dict(os.environ)
     if gpus:

@@ -214,7 +214,7 @@ class FedStrategy(ServerHalf[State, Up], Strategy):
         with torch.no_grad():
             summands = taken.summands()
             try:
-                after = self._on_device(server_round, "the step", lambda: self.aggregate(before, summands))
+                after = self._on_device(server_round, "the step", partial(self.aggregate, before, summands))
             except (torch.linalg.LinAlgError, np.linalg.LinAlgError) as error:  # type: ignore[attr-defined]
                 why = f"an update may be too large (max_update_norm bounds them): {error}"
                 return self._no_step(server_round, f"the step can't be computed; {why}")
@@ -226,8 +226,9 @@ class FedStrategy(ServerHalf[State, Up], Strategy):
         if broken:
             return self._no_step(server_round, f"the step would make '{broken[0]}' NaN or infinite; it wasn't taken")
         if self.measures and self.wrapper is None and not self.streaming:  # a wrapper's noise doesn't cover these
-            look = partial(measured, self, before, updates)
-            numbers, self.layers = self._on_device(server_round, "the diagnostics", look)
+            numbers, self.layers = self._on_device(
+                server_round, "the diagnostics", partial(measured, self, before, updates)
+            )
             self.note(**numbers)
         self.moving |= {n for n, b in buffers.items() if not torch.equal(b, self.buffers[n])}
         self.state, self.buffers = after, buffers
